@@ -25,13 +25,21 @@ from modeling_clip_moe.families import family_of
 BASE = "base"
 
 
+def dense_class(config: SparseMoEConfig) -> type[PreTrainedModel]:
+    """The class of the dense model: the family's own; for gated FFNs, which that lacks, the sparse one without sparse
+    layers."""
+    is_gated = any(getattr(tower, "use_gated_mlp", False) for _, tower in upcycle.towers_of(config).values())
+    return family_of(config).sparse if is_gated else family_of(config).dense
+
+
 def dense_config(config: SparseMoEConfig) -> PreTrainedConfig:
-    """The config of the dense model: the family's own fields of the sparse one."""
-    config_class = family_of(config).dense.config_class
+    """The config of the dense model: its own fields of the sparse one."""
+    config_class = dense_class(config).config_class
+    left_out = upcycle.SPARSE_FIELDS - ({"use_gated_mlp"} if isinstance(config, config_class) else set())
     fields = upcycle.architecture(config, config_class)
     for name in config.sub_configs:
         tower_fields = upcycle.architecture(getattr(config, name), type(getattr(config, name)))
-        fields[name] = {field: value for field, value in tower_fields.items() if field not in upcycle.SPARSE_FIELDS}
+        fields[name] = {field: value for field, value in tower_fields.items() if field not in left_out}
     return config_class(**fields)
 
 
@@ -62,7 +70,8 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
 
 def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | None = None) -> list[Rule]:
     """Rules from a sparse model to the dense one that keep one expert, or the base FFN, of every sparse layer."""
-    rules = upcycle.kept_rules(config, (1,) if family_of(config).sigmoid else ())
+    is_own = dense_class(config) is family_of(config).dense and not family_of(config).sigmoid
+    rules = upcycle.kept_rules(config, () if is_own else (1,))
     for ffn, layer_scale in layer_scales(config, expert, scale).items():
         rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
         if expert == BASE:
@@ -79,30 +88,40 @@ def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | 
                 f"{tower.routed_scaling_factor:g}, not {parts} as after upcycling: use the sparse model as it is"
             )
         chosen = slice(expert * experts_per_ffn, (expert + 1) * experts_per_ffn)
-        for name, expert_tensor in upcycle.FFN_TO_EXPERTS.items():
-            factor = layer_scale / experts_per_ffn if name.startswith("fc2.") else 1.0
-            join = functools.partial(_whole_ffn, name, chosen, factor, tower.intermediate_size)
-            sources = rf"({ffn})\.(?:experts\.{expert_tensor}|shared_experts\.{re.escape(name)})"
-            rules.append(Rule(sources, rf"\1.{name}", join, merges=True))
+        for expert_tensor, names in upcycle.expert_tensors(tower).items():
+            if expert_tensor.endswith("_bias") and not tower.moe_mlp_bias:
+                continue
+            factor = layer_scale / experts_per_ffn if expert_tensor.startswith("down_") else 1.0
+            join = functools.partial(_whole_ffn, expert_tensor, chosen, factor, len(names), tower)
+            sources = rf"({ffn})\.(?:experts\.{expert_tensor}|shared_experts\.(?:{'|'.join(map(re.escape, names))}))"
+            targets = [rf"\1.{name}" for name in names]
+            targets += [] if tower.moe_mlp_bias else [target.replace(".weight", ".bias") for target in targets]
+            rules.append(Rule(sources, tuple(targets), join, merges=True))
     return rules
 
 
-def _whole_ffn(name: str, chosen: slice, factor: float, size: int, experts_and_shared: list[Tensor]) -> Tensor:
-    """A tensor of the dense FFN of `size` hidden units that the `chosen` of all experts and the shared ones, if any,
-    are together."""
-    experts, *shared = experts_and_shared
-    parts = [*shared, *(experts[chosen] * factor)]
-    if name == "fc2.bias":
-        return sum(parts)
-    axis = 1 if name == "fc2.weight" else 0
-    units = torch.cat(parts, dim=axis)
-    whole, filled = units.split([size, units.shape[axis] - size], dim=axis)
-    if filled.any():
-        raise ValueError(
-            f"{filled.shape[axis]} hidden units that filled up the last expert are no longer zero, so that an FFN of "
-            f"{size} lacks them: use the sparse model as it is"
-        )
-    return whole
+def _whole_ffn(
+    expert_tensor: str, chosen: slice, factor: float, number: int, tower: CLIPMoETowerConfig, tensors: list[Tensor]
+) -> list[Tensor]:
+    """The `number` tensors of a dense FFN that the `chosen` experts and the shared ones, if any, are together, and
+    biases of zero where these have none. `tensors`: that of the experts, then the shared ones'."""
+    (experts, *shared), size = tensors, tower.intermediate_size
+    stacks, axis = (experts[chosen] * factor).chunk(number, dim=1), 1 if expert_tensor == "down_proj" else 0
+    whole = []
+    for index, stack in enumerate(stacks):
+        parts = [*shared[index : index + 1], *stack]
+        if expert_tensor == "down_proj_bias":
+            whole.append(sum(parts))
+            continue
+        units = torch.cat(parts, dim=axis)
+        units, filled = units.split([size, units.shape[axis] - size], dim=axis)
+        if filled.any():
+            raise ValueError(
+                f"{filled.shape[axis]} hidden units that filled up the last expert are no longer zero, so that an FFN "
+                f"of {size} lacks them: use the sparse model as it is"
+            )
+        whole.append(units)
+    return whole if tower.moe_mlp_bias else [*whole, *(weight.new_zeros(len(weight)) for weight in whole)]
 
 
 def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = None) -> PreTrainedModel:
@@ -110,7 +129,7 @@ def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = No
     `scale` see `layer_scales`. Of narrow experts, those that make an FFN count as one, with the shared ones."""
     require_expert([block.config for block in upcycle.sparse_blocks(sparse).values()], expert)
     rules = extraction_rules(sparse.config, expert, scale)
-    dense = family_of(sparse.config).dense(dense_config(sparse.config)).to(sparse.dtype)
+    dense = dense_class(sparse.config)(dense_config(sparse.config)).to(sparse.dtype)
     shapes = {key: tensor.shape for key, tensor in dense.state_dict().items()}
     dense.load_state_dict(apply_rules(sparse.state_dict(), shapes, rules))
     return dense.eval()

@@ -70,7 +70,8 @@ def draw_as_openai(model: PreTrainedModel) -> None:
                 for weight, bias in ffn:  # torch's default of linear layers
                     bound = weight.shape[-1] ** -0.5
                     init.uniform_(weight, -bound, bound)
-                    init.uniform_(bias, -bound, bound)
+                    if bias is not None:
+                        init.uniform_(bias, -bound, bound)
             layer.self_attn.out_proj.reset_parameters()
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
                 bound = (6 / (4 * projection.in_features)) ** 0.5  # Xavier's, of all three in one matrix
@@ -104,8 +105,8 @@ def _ffns(layer: nn.Module) -> list[tuple[tuple[torch.Tensor, torch.Tensor], tup
     dense = filter(None, (mlp.base, mlp.shared_experts)) if is_sparse else (mlp,)
     ffns = [((ffn.fc1.weight, ffn.fc1.bias), (ffn.fc2.weight, ffn.fc2.bias)) for ffn in dense]
     if is_sparse:
-        experts = mlp.experts
-        ffns.append(((experts.up_proj, experts.up_proj_bias), (experts.down_proj, experts.down_proj_bias)))
+        up, up_bias, down, down_bias = mlp.experts.weights()
+        ffns.append(((up, up_bias), (down, down_bias)))
     return ffns
 
 

@@ -57,6 +57,7 @@ class Preset:
     num_experts_per_tok: int = 2
     moe_intermediate_size: Width | Mapping[str, Width] | None = None
     num_shared_experts: int = 0
+    moe_mlp_bias: bool = True
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     use_expert_bias: bool = False
     capacity_factor: float | None = None
@@ -81,6 +82,7 @@ PRESETS = {
     ),
     # MoE-ViE (https://arxiv.org/abs/2608.17402): four experts a token, one of them shared, cost as much as the dense
     # FFN. 31 + 1 are eight FFNs less one part for all, so that the start is not the dense model: see `inexact_starts`.
+    # Its experts have no biases; these keep those of the dense FFN.
     "moe_vie": Preset(
         "all_but_first",
         num_experts=31,

@@ -14,7 +14,7 @@ from clip_moe.conversion.checkpoints import load_clip, load_sparse
 from clip_moe.conversion.dense import ONLY_EXPERTS, force_expert, set_fusion_gates
 from clip_moe.conversion.presets import PRESETS, TOWERS, Preset
 from clip_moe.conversion.rules import Rule, apply_rules
-from clip_moe.conversion.upcycle import FFN_TO_EXPERTS, build_sparse, sparse_config, sparse_ffns, upcycling_rules
+from clip_moe.conversion.upcycle import build_sparse, expert_tensors, sparse_config, sparse_ffns, upcycling_rules
 from clip_moe.conversion.verification import compare
 from clip_moe.engine.messages import join_names
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
@@ -89,8 +89,11 @@ def stacking_rules(config: SparseMoEConfig, gated: bool, base_expert: bool) -> l
         Rule(rf"[1-9]\d*\.({ffn}\.fusion_gate\..*)", r"\1", lambda gates: torch.stack(gates).mean(0), merges=True),
     ]
     if new_gates:
-        for name, expert_tensor in FFN_TO_EXPERTS.items():
-            rules.append(Rule(rf"0\.({ffn})\.experts\.{expert_tensor}", rf"\1.base.{name}", lambda expert: expert[0]))
+        for one_ffn, tower in ffns.items():
+            for expert_tensor, names in expert_tensors(tower).items():
+                bases = tuple(rf"\1.base.{name}" for name in names)
+                source = rf"0\.({one_ffn})\.experts\.{expert_tensor}"
+                rules.append(Rule(source, bases, lambda experts, names=names: experts[0].chunk(len(names))))
     elif not base_expert:
         rules.append(Rule(rf"0\.{ffn}\.experts\..*", (), reason="the experts' initial weights"))
     return rules

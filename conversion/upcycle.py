@@ -22,12 +22,19 @@ from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETower
 from modeling_clip_moe.families import Family, family_of
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
-# The tensors of a dense FFN (CLIPMLP), and those that hold them for all experts, one expert after the other
-FFN_TO_EXPERTS = {
-    "fc1.weight": "up_proj",
-    "fc1.bias": "up_proj_bias",
-    "fc2.weight": "down_proj",
-    "fc2.bias": "down_proj_bias",
+# Tensors of all experts, one expert after the other, and the tensors of dense FFNs that they hold: of CLIP's, and of a
+# gated one, of which each expert has the rows of the gate before those that it multiplies
+PLAIN_TENSORS = {
+    "up_proj": ("fc1.weight",),
+    "up_proj_bias": ("fc1.bias",),
+    "down_proj": ("fc2.weight",),
+    "down_proj_bias": ("fc2.bias",),
+}
+GATED_TENSORS = {
+    "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
+    "gate_up_proj_bias": ("gate_proj.bias", "up_proj.bias"),
+    "down_proj": ("down_proj.weight",),
+    "down_proj_bias": ("down_proj.bias",),
 }
 # Fields of a sparse tower beside those of a dense one
 SPARSE_FIELDS = {field.name for field in dataclasses.fields(CLIPMoETowerConfig)} - {
@@ -153,6 +160,12 @@ def inexact_starts(config: CLIPMoETowerConfig) -> list[str]:
     return reasons
 
 
+def expert_tensors(config: CLIPMoETowerConfig) -> dict[str, tuple[str, ...]]:
+    """Tensors of the experts of a tower -> those of its dense FFN that they hold. Biases are there even if experts have
+    none."""
+    return GATED_TENSORS if config.use_gated_mlp else PLAIN_TENSORS
+
+
 def counted_as_one(config: CLIPMoETowerConfig) -> int:
     """How many experts count as one: `experts_of_ffn` where tokens are sent to whole FFNs, or the weights of a token
     sum to that number, as after upcycling. Else 1: each counts for itself."""
@@ -187,37 +200,48 @@ def upcycling_rules(config: SparseMoEConfig, single: bool = False) -> list[Rule]
         shared = 0 if single else tower.num_shared_experts * tower.expert_size
         parts, number, width = (1, 1, size) if single else (experts_of_ffn(tower), tower.num_experts, tower.expert_size)
         sizes = {"parts": parts, "number": number, "width": width, "shared": shared}
-        for name, expert_tensor in FFN_TO_EXPERTS.items():
+        for expert_tensor, names in expert_tensors(tower).items():
+            source = rf"({ffn})\.({'|'.join(map(re.escape, names))})"
+            if expert_tensor.endswith("_bias") and not tower.moe_mlp_bias:
+                rules.append(Rule(source, r"\1.base.\2" if has_base else (), reason="experts have none"))
+                continue
             targets = [rf"\1.experts.{expert_tensor}"]
-            targets += [rf"\1.shared_experts.{name}"] if shared else []
-            targets += [rf"\1.base.{name}"] if has_base else []
-            cut = functools.partial(_cut, name, has_base=has_base, **sizes)
-            rules.append(Rule(rf"({ffn})\.{name}", tuple(targets), cut))
+            targets += [rf"\1.shared_experts.{name}" for name in names] if shared else []
+            targets += [rf"\1.base.{name}" for name in names] if has_base else []
+            cut = functools.partial(_cut, expert_tensor, has_base=has_base, **sizes)
+            rules.append(Rule(source, tuple(targets), cut, merges=True))
     return rules
 
 
 def _cut(
-    name: str, tensor: Tensor, parts: int, number: int, width: int, shared: int, has_base: bool
+    expert_tensor: str, tensors: list[Tensor], parts: int, number: int, width: int, shared: int, has_base: bool
 ) -> tuple[Tensor, ...]:
-    """A dense FFN's tensor as those of its experts, of shared experts with `shared` hidden units, and of the base."""
-    if name == "fc2.bias":  # the shared experts have it, else each expert its part
-        common, cut = tensor, (torch.zeros_like(tensor) if shared else tensor / parts).expand(parts, -1)
-    else:
-        units = tensor.T if name == "fc2.weight" else tensor
-        common, rest = units[:shared], units[shared:]
+    """Tensors of a dense FFN as one of all its experts, those of shared experts with `shared` hidden units, and the
+    base's."""
+    common, cut = [], []
+    for tensor in tensors:
+        if expert_tensor == "down_proj_bias":  # the shared experts have it, else each expert its part
+            common.append(tensor)
+            cut.append((torch.zeros_like(tensor) if shared else tensor / parts).expand(parts, -1))
+            continue
+        units = tensor.T if expert_tensor == "down_proj" else tensor
+        first, rest = units[:shared], units[shared:]
         missing = [0, 0] * (rest.ndim - 1) + [0, parts * width - len(rest)]
-        cut = F.pad(rest, missing).unflatten(0, (parts, width))
-        if name == "fc2.weight":
-            common, cut = common.T, cut.mT
-    experts = cut[torch.arange(number) % parts]
-    return (experts, *([common] if shared else []), *([tensor] if has_base else []))
+        rest = F.pad(rest, missing).unflatten(0, (parts, width))
+        common.append(first.T if expert_tensor == "down_proj" else first)
+        cut.append(rest.mT if expert_tensor == "down_proj" else rest)
+    experts = torch.cat(cut, dim=1)[torch.arange(number) % parts]
+    return (experts, *(common if shared else []), *(tensors if has_base else []))
 
 
 def check_memory(config: SparseMoEConfig) -> None:
     """Refuses a model whose experts do not fit into memory, before any of it is taken."""
     ffns = list(sparse_ffns(config).values())
     parameters = sum(
-        len(tower.moe_layers) * tower.num_experts * (2 * tower.expert_size + 2) * tower.hidden_size
+        len(tower.moe_layers)
+        * tower.num_experts
+        * ((2 + tower.use_gated_mlp) * tower.expert_size + 2)
+        * tower.hidden_size
         for tower in ffns[: 1 if getattr(config, "shared_encoder", False) else None]
     )  # biases are left out
     needed, free = 4 * parameters, psutil.virtual_memory().available  # built in float32
@@ -286,12 +310,16 @@ def upcycle(
         The model in evaluation mode and the dense model's dtype.
     """
     config = change_routing(sparse_config(dense.config, preset, towers), routing or {})
-    for tower in sparse_ffns(config).values():
+    state = dense.state_dict()
+    for ffn, tower in sparse_ffns(config).items():
+        biases = [key for key, tensor in state.items() if re.match(rf"{ffn}\..*bias$", key) and tensor.any()]
+        if biases and not tower.moe_mlp_bias:
+            raise ValueError(f"moe_mlp_bias is False, but {biases[0]} is not zero: leave moe_mlp_bias out")
         experts_per_ffn, is_shared = experts_of_ffn(tower), tower.norm_topk_prob or tower.scoring_func == "softmax"
         # Weights that sum to 1 are shared out among the experts of an FFN, which have to sum to it
         if is_shared and "routed_scaling_factor" not in (routing or {}).get(tower.base_config_key, {}):
             tower.routed_scaling_factor = float(experts_per_ffn)
-    return build_sparse(config, dense.state_dict(), upcycling_rules(config), dense.dtype, seed)
+    return build_sparse(config, state, upcycling_rules(config), dense.dtype, seed)
 
 
 def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, Any]]) -> SparseMoEConfig:

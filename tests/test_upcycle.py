@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_clip import EXACT_PRESETS, command, error_of, moved, processor, saved, tiny_clip
-from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPConfig, CLIPModel
+from transformers import AutoModel, AutoProcessor, BertConfig, BertModel, CLIPModel
 
 import clip_moe
 from clip_moe.conversion.dense import extract
@@ -115,12 +115,15 @@ def test_experts_that_do_not_make_an_ffn(dense, changes, message):
         upcycle(dense, replace(PRESETS["clip_moe"], **changes))
 
 
-def b32_of_two_layers():
-    """ViT-B/32's tokens and its FFN of four times the width, in towers 48 wide."""
+def b32_of_two_layers(is_gated=False):
+    """ViT-B/32's tokens and its FFN of four times the width, in towers 48 wide; or a SwiGLU instead."""
     tower = {"hidden_size": 48, "intermediate_size": 192, "num_attention_heads": 2, "num_hidden_layers": 2}
     vision = tower | {"image_size": 224, "patch_size": 32}
+    vision |= {"use_gated_mlp": True, "hidden_act": "silu"} if is_gated else {}
     torch.manual_seed(0)
-    model = CLIPModel(CLIPConfig(text_config=tower | {"vocab_size": 50}, vision_config=vision, projection_dim=32))
+    model_class = CLIPMoEModel if is_gated else CLIPModel
+    towers = {"text_config": tower | {"vocab_size": 50}, "vision_config": vision}
+    model = model_class(model_class.config_class(**towers, projection_dim=32))
     return moved(model.eval(), "", seed=0).double()
 
 
@@ -138,12 +141,14 @@ GRANULARITIES = {
 }
 
 
+@pytest.mark.parametrize("is_gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("numbers", GRANULARITIES, ids=str)
-def test_any_number_of_experts_of_any_width(numbers):
+def test_any_number_of_experts_of_any_width(numbers, is_gated):
     number, chosen, shared, width = numbers
     changes = {"num_experts": number, "num_experts_per_tok": chosen, "num_shared_experts": shared}
-    dense = b32_of_two_layers()
-    sparse = upcycle(dense, replace(PRESETS["moe_vie"], moe_intermediate_size=width, **changes))
+    dense, maps = b32_of_two_layers(is_gated), 3 if is_gated else 2
+    preset = replace(PRESETS["moe_vie"], moe_intermediate_size=width, **changes)
+    sparse = upcycle(dense, preset, seed=5 if is_gated else 0)  # with which tokens meet the last of 31
     inputs = sample_inputs(dense.config, batch_size=8)
     expected, found = dense(**inputs).image_embeds, sparse(**inputs).image_embeds
     off = ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
@@ -156,13 +161,29 @@ def test_any_number_of_experts_of_any_width(numbers):
     assert layer == "encoder.layers.1.mlp" and block.router.weight.grad.abs().max() > 1e-4
     units = sparse.config.vision_config.expert_size
     counts, costs = (count(meta_model(sparse.config)) for count in (count_parameters, count_multiply_adds))
-    assert counts["expert"] == 2 * 48 * units + units + 48 and counts["routers"] == 48 * number
-    ffn_and_router = 2 * 48 * (chosen + shared) * units + 48 * number
-    added = 50 * (ffn_and_router - 2 * 48 * 192)
+    assert counts["expert"] == maps * 48 * units + (maps - 1) * units + 48 and counts["routers"] == 48 * number
+    ffn_and_router = maps * 48 * (chosen + shared) * units + 48 * number
+    added = 50 * (ffn_and_router - maps * 48 * 192)
     assert costs["image"] - count_multiply_adds(meta_model(dense.config))["image"] == added
 
     back = extract(sparse, number // experts_of_ffn(sparse.config.vision_config) - 1)
     torch.testing.assert_close(back.state_dict(), dense.state_dict(), rtol=0, atol=1e-7)
+
+
+def test_gated_experts_have_the_rows_of_the_gate_first_and_may_do_without_biases():
+    dense = b32_of_two_layers(is_gated=True)
+    preset = replace(PRESETS["moe_vie"], moe_mlp_bias=False, fusion_gate=True)
+    with pytest.raises(ValueError, match=r"moe_mlp_bias is False, but vision_model.*\.mlp\..*bias is not zero"):
+        upcycle(dense, preset)
+    ffn = dense.vision_model.encoder.layers[1].mlp
+    for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj):
+        part.bias.data.zero_()
+    sparse = upcycle(dense, replace(preset, num_experts=30))
+    compare(dense, sparse, tolerance=1e-6)
+    first = sparse.vision_model.encoder.layers[1].mlp.experts.gate_up_proj[0]
+    assert torch.equal(first, torch.cat([ffn.gate_proj.weight[48:96], ffn.up_proj.weight[48:96]]))
+    for taken in (9, "base"):
+        torch.testing.assert_close(extract(sparse, taken).state_dict(), dense.state_dict(), rtol=0, atol=0)
 
 
 def test_the_command_says_how_far_an_inexact_start_is_and_which_are_exact(whole, tmp_path, capsys):

@@ -37,7 +37,7 @@ class UpcycleStage(ModelStage):
     # Fields of the preset to change: num_experts, num_experts_per_tok, sparse_layers (`all`, `all_but_first`,
     # `every_second`, `second_half_every_second`, a list of numbers from 0, or one for each of `text` and `vision`),
     # moe_intermediate_size (hidden units or a fraction of the FFN such as "1/4", or one for each tower),
-    # num_shared_experts, scoring_func, use_expert_bias, norm_topk_prob, fusion_gate, capacity_factor,
+    # num_shared_experts, moe_mlp_bias, scoring_func, use_expert_bias, norm_topk_prob, fusion_gate, capacity_factor,
     # router_aux_loss_coef, router_z_loss_coef. Narrow experts are cut out of the dense FFN.
     changes: dict[PresetField, Any] = Field(default_factory=dict)
     # Further routing fields of the text tower: num_experts_per_tok, scoring_func, use_expert_bias, norm_topk_prob,
