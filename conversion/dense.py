@@ -21,15 +21,17 @@ from clip_moe.engine.provenance import weights_fingerprint
 from modeling_clip_moe.configuration_clip_moe import CLIPMoETowerConfig, SparseMoEConfig
 from modeling_clip_moe.dispatch import dispatch
 from modeling_clip_moe.families import family_of
+from modeling_clip_moe.loading import WholeModelMixin
 
 BASE = "base"
 
 
 def dense_class(config: SparseMoEConfig) -> type[PreTrainedModel]:
-    """The class of the dense model: the family's own; for gated FFNs, which that lacks, the sparse one without sparse
-    layers."""
+    """The class of the dense model: the family's own; for gated FFNs, which those of transformers lack, the sparse one
+    without sparse layers."""
+    family = family_of(config)
     is_gated = any(getattr(tower, "use_gated_mlp", False) for _, tower in upcycle.towers_of(config).values())
-    return family_of(config).sparse if is_gated else family_of(config).dense
+    return family.sparse if is_gated and not family.has_own_dense else family.dense
 
 
 def dense_config(config: SparseMoEConfig) -> PreTrainedConfig:
@@ -70,8 +72,8 @@ def layer_scales(config: SparseMoEConfig, expert: int | str, scale: Scale | None
 
 def extraction_rules(config: SparseMoEConfig, expert: int | str, scale: Scale | None = None) -> list[Rule]:
     """Rules from a sparse model to the dense one that keep one expert, or the base FFN, of every sparse layer."""
-    is_own = dense_class(config) is family_of(config).dense and not family_of(config).sigmoid
-    rules = upcycle.kept_rules(config, () if is_own else (1,))
+    is_scalar = not family_of(config).sigmoid and not issubclass(dense_class(config), WholeModelMixin)
+    rules = upcycle.kept_rules(config, () if is_scalar else (1,))
     for ffn, layer_scale in layer_scales(config, expert, scale).items():
         rules.append(Rule(rf"{ffn}\.(router|fusion_gate)\..*", (), reason="a dense FFN has no routing"))
         if expert == BASE:

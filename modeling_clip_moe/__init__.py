@@ -20,6 +20,7 @@ from transformers.utils import is_torchvision_available, is_vision_available
 from .configuration_clip_mode import CLIPMoDEConfig
 from .configuration_clip_moe import CLIPMoEConfig, CLIPMoETextConfig, CLIPMoEVisionConfig
 from .configuration_metaclip_2_moe import MetaClip2MoEConfig
+from .configuration_moe_vie import MoEViEConfig, ViEConfig
 from .configuration_siglip_moe import Siglip2MoEConfig, SiglipMoEConfig
 from .configuration_vision_moe import AltCLIPMoEConfig, ChineseCLIPMoEConfig, MLCDMoEVisionConfig
 from .families import FAMILIES, IMAGE_TOWERS, Family, add_family
@@ -35,6 +36,7 @@ from .modeling_clip_moe import (
     CLIPMoEVisionModelWithProjection,
 )
 from .modeling_metaclip_2_moe import MetaClip2MoEModel
+from .modeling_moe_vie import MoEViEModel, ViEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
 from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
 from .router_losses import load_balancing_loss, router_z_loss
@@ -43,8 +45,8 @@ __all__ = """
 AltCLIPMoEConfig AltCLIPMoEModel CLIPMoDEConfig CLIPMoDEModel CLIPMoEConfig CLIPMoEForImageClassification CLIPMoEModel
 CLIPMoEPreTrainedModel CLIPMoETextConfig CLIPMoETextModel CLIPMoETextModelWithProjection CLIPMoEVisionConfig
 CLIPMoEVisionModel CLIPMoEVisionModelWithProjection ChineseCLIPMoEConfig ChineseCLIPMoEModel MLCDMoEVisionConfig
-MLCDMoEVisionModel MetaClip2MoEConfig MetaClip2MoEModel Siglip2MoEConfig Siglip2MoEModel SiglipMoEConfig SiglipMoEModel
-load_balancing_loss register_model router_z_loss routing_weights
+MLCDMoEVisionModel MetaClip2MoEConfig MetaClip2MoEModel MoEViEConfig MoEViEModel Siglip2MoEConfig Siglip2MoEModel
+SiglipMoEConfig SiglipMoEModel ViEConfig ViEModel load_balancing_loss register_model router_z_loss routing_weights
 """.split()
 
 
@@ -55,7 +57,8 @@ def _register(family: Family, model: type[PreTrainedModel]) -> None:
     AutoModel.register(config, model, exist_ok=True)
     if not tower:
         AutoModelForZeroShotImageClassification.register(config, model, exist_ok=True)
-        AutoProcessor.register(config, PROCESSOR_MAPPING[family.dense.config_class], exist_ok=True)
+        processor = PROCESSOR_MAPPING.get(family.dense.config_class, transformers.CLIPProcessor)  # the latter of ViE
+        AutoProcessor.register(config, processor, exist_ok=True)
     if tower != "vision_config":
         AutoTokenizer.register(config, getattr(transformers, family.tokenizer), exist_ok=True)
     if tower != "text_config" and is_vision_available():
@@ -68,8 +71,9 @@ def _register(family: Family, model: type[PreTrainedModel]) -> None:
 def _register_all() -> None:
     # From the last to CLIP, whose vision tower others have, too
     for family in reversed(FAMILIES):
-        for model in (family.sparse, family.sparse.text_model_class, family.sparse.vision_model_class):
-            _register(family, model)
+        for whole in (family.sparse, *([family.dense] if family.has_own_dense else [])):
+            for model in (whole, whole.text_model_class, whole.vision_model_class):
+                _register(family, model)
     for family in IMAGE_TOWERS:
         _register(family, family.sparse)
     _register(FAMILIES[0], CLIPMoDEModel)

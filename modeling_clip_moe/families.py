@@ -17,9 +17,10 @@ from transformers import (
     SiglipModel,
 )
 
-from .loading import OWN_CLASSES, with_relative_imports
-from .modeling_clip_moe import CLIPMoEModel
+from .loading import OWN_CLASSES, WholeModelMixin, with_relative_imports
+from .modeling_clip_moe import CLIPMoEModel, CLIPMoETextModel
 from .modeling_metaclip_2_moe import MetaClip2MoEModel
+from .modeling_moe_vie import MoEViEModel, ViEModel
 from .modeling_siglip_moe import Siglip2MoEModel, SiglipMoEModel
 from .modeling_vision_moe import AltCLIPMoEModel, ChineseCLIPMoEModel, MLCDMoEVisionModel
 
@@ -32,7 +33,7 @@ class Family:
     `vision_model`.
 
     Args:
-        dense, sparse: transformers' class and ours.
+        dense, sparse: transformers' class and ours; of MoE-ViE, which transformers does not have, two of ours.
         tokenizer, image_processor: transformers' classes by name, since some need libraries that may not be there; no
             tokenizer for an image tower alone, which reads no texts.
         sigmoid: whether models have a `logit_bias`, for the sigmoid loss.
@@ -56,6 +57,11 @@ class Family:
     def model_type(self) -> str:
         """The `model_type` of its dense models."""
         return self.dense.config_class.model_type
+
+    @property
+    def has_own_dense(self) -> bool:
+        """Whether the class of its dense models is ours, too."""
+        return issubclass(self.dense, WholeModelMixin)
 
     @property
     def whole_fields(self) -> set[str]:
@@ -99,6 +105,7 @@ FAMILIES = (
         towers=("vision",),
         pooled="first",
     ),
+    Family("MoE-ViE", ViEModel, MoEViEModel, "CLIPTokenizer", "CLIPImageProcessor"),
 )
 # Image towers alone, for LLaVA
 IMAGE_TOWERS = (Family("MLCD", MLCDVisionModel, MLCDMoEVisionModel, None, "CLIPImageProcessor", towers=("vision",)),)
@@ -186,8 +193,10 @@ def pooled_token(text: PreTrainedConfig) -> str | None:
 
 
 def pools_highest(text: PreTrainedConfig) -> bool:
-    """Whether a text tower pools at the highest token id of a text, as CLIP does where eos_token_id is 2."""
-    return FAMILY_OF_TEXT.get(text.model_type) is FAMILIES[0] and text.eos_token_id == 2
+    """Whether a text tower pools at the highest token id of a text, as CLIP's does where eos_token_id is 2."""
+    family = FAMILY_OF_TEXT.get(text.model_type)
+    pooled = family and getattr(family.sparse.text_model_class, "pooled_positions", None)
+    return pooled is CLIPMoETextModel.pooled_positions and text.eos_token_id == 2
 
 
 def longest_text(text: PreTrainedConfig) -> int:

@@ -25,8 +25,11 @@ from transformers.dynamic_module_utils import custom_object_save, get_relative_i
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, use_experts_implementation
 from transformers.masking_utils import create_causal_mask
 
-# CLIP's own loss
-from transformers.models.clip.modeling_clip import image_text_contrastive_loss
+# Implementations of attention by name
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# CLIP's own attention and loss
+from transformers.models.clip.modeling_clip import eager_attention_forward, image_text_contrastive_loss
 
 # `return_dict=False`; autocast where the device has it
 from transformers.utils.generic import can_return_tuple, maybe_autocast

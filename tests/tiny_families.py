@@ -33,7 +33,7 @@ def tiny_dense(family, length=8, layers=4):
 
 def tiny_processor(family, length=8):
     """A processor for it, which knows the letters of `tiny_clip.WORDS`."""
-    if family.name == "CLIP":
+    if family.name in ("CLIP", "MoE-ViE"):
         processor = clip_processor()
         processor.tokenizer.model_max_length = length
         return processor

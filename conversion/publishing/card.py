@@ -67,11 +67,12 @@ def render(
     towers = {name: getattr(config, f"{name}_config", None) for name in ("vision", "text")}
     is_mixture, is_sparse = isinstance(config, CLIPMoDEConfig), isinstance(config, SparseMoEConfig)
     families = list(dict.fromkeys(family_of(model) for model in experts or [config]))
+    custom_code = is_mixture or is_sparse or families[0].has_own_dense
     papers = [config.model_type] if is_mixture else _presets(lineage) if is_sparse else []
     examples = _examples(lineage, bases)
     is_initialized = any(record.stage.get("stage") == "initialize" for record in lineage.stages.values())
     return ModelCard.from_template(
-        _metadata(is_mixture or is_sparse, lineage, repository, license, bases),
+        _metadata(custom_code, lineage, repository, license, bases),
         template_path=str(TEMPLATE),
         name=repository.split("/")[-1],
         repository=repository,
@@ -79,7 +80,7 @@ def render(
         family=families[0],
         families=families,
         is_sparse=is_sparse,
-        custom_code=is_mixture or is_sparse,  # beside the weights
+        custom_code=custom_code,  # beside the weights
         towers=towers,
         text_length=towers["text"] and min(longest_text(towers["text"]), longest_cut or sys.maxsize),
         examples=examples,
@@ -106,7 +107,7 @@ def render(
         text=escape,
         code=code,
         license=license and license.removeprefix("other:"),
-        citations=[citations()[key] for key in dict.fromkeys([*papers, *(f.model_type for f in families), "clip"])],
+        citations=list(dict.fromkeys(citations()[key] for key in [*papers, *(f.model_type for f in families), "clip"])),
     )
 
 

@@ -95,8 +95,9 @@ def _cleaned(settings: Any, path: Path, where: str = "") -> tuple[Any, list[str]
 
 def _own_auto_map(settings: dict) -> dict[str, str]:
     """Those of a class of this package, or of one that was registered."""
-    models = {CLIPMoDEConfig: None, **{family.sparse.config_class: None for family in FAMILY_OF_TYPE.values()}}
-    configs = [part for whole in models for part in (whole, *whole.sub_configs.values())]
+    models = [model for family in FAMILY_OF_TYPE.values() for model in (family.dense, family.sparse)]
+    wholes = {CLIPMoDEConfig, *(model.config_class for model in models)}
+    configs = [part for whole in wholes for part in (whole, *whole.sub_configs.values())]
     config_of_type = {config.model_type: config for config in configs}
     model_type = settings.get("model_type")
     config = config_of_type.get(model_type) if isinstance(model_type, str) else None

@@ -239,10 +239,11 @@ def test_an_adapter_of_a_shared_encoder_is_saved_and_loaded(adapter, tmp_path):
 @fixed_size
 def test_a_llava_takes_the_tower_in_place_of_its_dense_one(family, published, tmp_path):
     vision = tiny_dense(family, LENGTH).config.vision_config
-    if not family.sigmoid:  # transformers' LLaVA does not know MetaCLIP 2's tower, which is CLIP's
+    has_class_token = not family.sigmoid and not family.has_own_dense
+    if has_class_token:  # transformers' LLaVA does not know MetaCLIP 2's tower, which is CLIP's
         vision = CLIPVisionConfig.from_dict(vision.to_dict())
     llava, parts = tiny_llava(vision, 40, 39), AutoProcessor.from_pretrained(published)
-    llava.config.vision_feature_select_strategy = "full" if family.sigmoid else "default"
+    llava.config.vision_feature_select_strategy = "default" if has_class_token else "full"
     processor = LlavaProcessor(image_processor=parts.image_processor, tokenizer=parts.tokenizer, patch_size=8)
     for part in (llava, processor):
         part.save_pretrained(tmp_path / "llava")
