@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import datasets
 import torch
@@ -53,17 +52,12 @@ class ImageBatches(Dataset):
         return -(-len(self.items) // self.batch_size)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        images = self._read(number * self.batch_size, (number + 1) * self.batch_size)
-        return default_collate([self.prepare.read(value) for value in images])
+        images = self.items[number * self.batch_size : (number + 1) * self.batch_size][self.column]
+        return default_collate(list(map(self.prepare.read, images)))
 
     def digest(self) -> str:
-        starts = range(0, len(self.items), DIGESTED_AT_ONCE)
-        parts = (image_digests(self._read(start, start + DIGESTED_AT_ONCE)) for start in starts)
+        parts = (image_digests(batch[self.column]) for batch in self.items.iter(DIGESTED_AT_ONCE))
         return value_digest(["images", *chain.from_iterable(parts)])
-
-    def _read(self, start: int, stop: int) -> list[dict[str, Any]]:
-        values = self.items[start:stop][self.column]
-        return [value if isinstance(value, dict) else {"path": value} for value in values]
 
 
 Batches = TextBatches | ImageBatches

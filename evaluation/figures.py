@@ -2,7 +2,6 @@
 
 import io
 import logging
-import math
 import warnings
 from pathlib import Path
 from typing import BinaryIO
@@ -45,15 +44,10 @@ def plot_text(text: str, length: int = 40) -> str:
     return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 
-def grid(number: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
-    """A figure with `number` panels of this size in inches, and all its axes (lines, columns); the rest are empty."""
-    columns = min(columns, number)
-    lines = math.ceil(number / columns)
+def grid(lines: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
+    """A figure with panels of this size in inches, and its axes (lines, columns)."""
     size = max(LEAST_WIDTH, width * columns), height * lines + 0.6
-    figure, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[number:]:
-        axis.set_axis_off()
-    return figure, axes
+    return plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
 
 
 def save(figure: Figure, output: Path | BinaryIO) -> None:

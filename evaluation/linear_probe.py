@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from threadpoolctl import threadpool_limits
 
+from clip_moe.evaluation.zero_shot import class_metrics
+
 # Inverse strengths of the L2 penalty, of which the best is chosen
 INVERSE_PENALTIES = tuple(10.0**power for power in range(-1, 5))
 # With more numbers in the training features, scikit-learn's solver takes too long
@@ -19,7 +21,7 @@ def linear_probe_metrics(
     labels: np.ndarray,
     device: str | torch.device = "cpu",
 ) -> dict[str, float]:
-    """`accuracy` and `mean_per_class_recall` of a linear classifier.
+    """`clip_moe.evaluation.zero_shot.class_metrics` of a linear classifier.
 
     scikit-learn's logistic regression, whose penalty is chosen on a fifth of the training set that is held out, then
     fitted to all of it; or where the features are too large for that, one trained with AdamW in batches.
@@ -32,8 +34,6 @@ def linear_probe_metrics(
     Raises:
         ValueError: a test label does not occur in training.
     """
-    from sklearn.metrics import accuracy_score, recall_score
-
     train_labels, labels = np.asarray(train_labels), np.asarray(labels)
     unknown = sorted(set(labels.tolist()) - set(train_labels.tolist()))
     if unknown:
@@ -42,8 +42,7 @@ def linear_probe_metrics(
         predicted = _predict_torch(train_features, train_labels, features, torch.device(device))
     else:
         predicted = _predict_scikit(train_features, train_labels, features)
-    recall = recall_score(labels, predicted, labels=np.unique(labels), average="macro")
-    return {"accuracy": float(accuracy_score(labels, predicted)), "mean_per_class_recall": float(recall)}
+    return class_metrics(labels, predicted)
 
 
 def _predict_scikit(train_features, train_labels, features) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from clip_moe.data.overview import ceilings
 from clip_moe.data.texts import present_captions
 from clip_moe.data.tokenizer import ReadTexts, read_texts
 from clip_moe.engine.provenance import trainings
-from clip_moe.engine.result_schema import TextCounts
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.ensemble import Ensemble
 from clip_moe.evaluation.linear_probe import linear_probe_metrics
@@ -27,20 +26,9 @@ from clip_moe.evaluation.zero_shot import class_embeddings, zero_shot_metrics
 Embeds = Embedder | Ensemble
 
 
-@dataclass
-class Measured:
-    """The metrics of a task.
-
-    Args:
-        weights: those of an ensemble's experts, by what they weigh.
-        texts: what the tokenizer made of the texts; None without texts.
-        more: what else a result has.
-    """
-
-    metrics: dict[str, float]
-    weights: dict[str, np.ndarray | None] = field(default_factory=dict)
-    texts: TextCounts | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+# The `metrics` of a task; `weights` of an ensemble's experts, by what they weigh; `texts`, the `TextCounts` if it has
+# texts; `train_skipped`, the training images that could not be read; and what else a result has
+Measured = dict[str, Any]
 
 
 def measure(task: Task, model: Embeds) -> dict[str, Any]:
@@ -53,16 +41,17 @@ def measure(task: Task, model: Embeds) -> dict[str, Any]:
         task = replace(task, templates=[own["template"]])
     rows, num_skipped = task.load()
     measured = MEASURES[task.kind](task, model, rows)
-    result = {"metrics": measured.metrics, "num_samples": len(rows), **own}
+    result = {"metrics": measured.pop("metrics"), "num_samples": len(rows), **own}
     if task.group_of_class:
         groups = Counter(task.group_of_class[task.classes[label]] for label in _labels(task, rows))
         result["group_samples"] = dict(groups)
-    num_skipped += measured.more.pop("train_skipped", 0)
-    result |= {**measured.more, "num_skipped": num_skipped}
-    if measured.texts is not None:
-        result["texts"] = measured.texts.model_dump()
+    num_skipped += measured.pop("train_skipped", 0)
+    weights, counts = measured.pop("weights", {}), measured.pop("texts", None)
+    result |= {**measured, "num_skipped": num_skipped}
+    if counts is not None:
+        result["texts"] = counts.model_dump()
     if isinstance(model, Ensemble):
-        weights, image_weights = measured.weights, measured.weights.pop("images", None)
+        image_weights = weights.pop("images", None)
         if image_weights is not None:  # texts then have no weights but the experts' temperatures
             weights = {"images": image_weights.reshape(-1, image_weights.shape[-1])}
         result["routing_weights"] = {name: array.mean(axis=0).tolist() for name, array in weights.items()}
@@ -104,7 +93,8 @@ def measure_zero_shot(task: Task, model: Embeds, rows: Dataset) -> Measured:
     if task.group_of_class:
         accuracies = {f"accuracy/{group}": of_group["accuracy"] for group, of_group in metrics.items()}
         metrics = {"": {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}}
-    return Measured(metrics[""], {"classes": np.array(weights), "images": image_weights}, counts)
+    routed = {"classes": np.array(weights), "images": image_weights}
+    return {"metrics": metrics[""], "weights": routed, "texts": counts}
 
 
 def _read_texts(model: Embeds, texts: list[str]) -> ReadTexts:
@@ -142,12 +132,12 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
         wanted=task.metrics,
         text_of_pair=text_of_pair,
     )
-    more = {"num_captions": counts.number}
+    measured = {"metrics": metrics, "weights": weights, "texts": counts, "num_captions": counts.number}
     if isinstance(model, Embedder) and (training := trainings(Path(model.source)).get(Path(model.source))):
         row_of = {text: row for row, text in enumerate(corpus)}
         first = [row_of[image_captions[0]] for image_captions in captions]
-        more["batch_loss"] = batch_loss(images[0], texts[0][first], first, training.batch_size)
-    return Measured(metrics, weights, counts, more)
+        measured["batch_loss"] = batch_loss(images[0], texts[0][first], first, training.batch_size)
+    return measured
 
 
 def measure_pairs(task: Task, model: Embeds, rows: Dataset) -> Measured:
@@ -171,7 +161,7 @@ def measure_pairs(task: Task, model: Embeds, rows: Dataset) -> Measured:
         list(rows["attribute"]) if "attribute" in rows.column_names else None,
         score=next(iter(task.primary)),
     )
-    return Measured(metrics, {"pairs": weights, "images": image_weights}, counts)
+    return {"metrics": metrics, "weights": {"pairs": weights, "images": image_weights}, "texts": counts}
 
 
 def measure_linear_probe(task: Task, model: Embeds, rows: Dataset) -> Measured:
@@ -185,7 +175,7 @@ def measure_linear_probe(task: Task, model: Embeds, rows: Dataset) -> Measured:
         _labels(task, rows),
         device=model.device,
     )
-    return Measured(metrics, more={"train_skipped": num_skipped})
+    return {"metrics": metrics, "train_skipped": num_skipped}
 
 
 MEASURES = {

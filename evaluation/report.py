@@ -94,12 +94,9 @@ def write_report(
         "## How it was measured",
         _protocols(table),
     ]
-    model_scores = {model: [column.get(model) for column in scores.values()] for model in table}
-    values = {model: [score and score.value for score in row] for model, row in model_scores.items()}
-    reaches = {model: [score and score.reach for score in row] for model, row in model_scores.items()}
 
     def draw(path: Path) -> None:
-        draw_scores(list(scores), values, path, reaches)
+        draw_scores(scores, list(table), path)
         mark = results_mark(result for row in table.values() for result in row.values())
         path.write_text(f"{path.read_text(encoding='utf-8')}{mark}\n", encoding="utf-8")
 
@@ -247,22 +244,17 @@ def _protocols(table) -> str:
     return "\n".join(map(item, lines))
 
 
-def draw_scores(
-    columns: Sequence[str],
-    scores: Mapping[str, Sequence[float | None]],
-    path: Path,
-    reaches: Mapping[str, Sequence[Reach | None]],
-) -> None:
+def draw_scores(scores: Mapping[str, Mapping[str, Score]], models: Sequence[str], path: Path) -> None:
     """A dot for each score. Models or columns, whatever there are more of, have a line each, the others a color.
 
     Args:
-        scores: model -> a share from 0 to 1 for each column; None where there is none.
-        reaches: model -> how far each score's error bar reaches.
+        scores: title of a column -> model -> score, whose error bar shows its reach.
     """
-    values = 100 * np.array([list(scores[model]) for model in scores], dtype=float)
-    reach = 100 * np.array([[pair or (0, 0) for pair in reaches[model]] for model in scores])
-    lines, series = list(scores), list(columns)
-    if len(columns) > len(scores):
+    rows = [[column.get(model, Score(math.nan, None)) for column in scores.values()] for model in models]
+    values = 100 * np.array([[score.value for score in row] for row in rows])
+    reach = 100 * np.array([[score.reach or (0, 0) for score in row] for row in rows])
+    lines, series = list(models), list(scores)
+    if len(scores) > len(models):
         lines, series, values, reach = series, lines, values.T, reach.swapaxes(0, 1)
     names = [plot_text(name, 60) for name in series]
     names_a_line = max(1, int(WIDTH / (0.5 + 0.075 * max(map(len, names)))))

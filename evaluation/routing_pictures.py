@@ -64,7 +64,7 @@ def draw_shares(routing: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Pa
     maps = {tower: 100 * np.array([means["shares"] for means in layers.values()]) for tower, layers in routing.items()}
     height, num_experts = max(map(len, maps.values())), max(values.shape[1] for values in maps.values())
     width = 2.2 + (0.75 if num_experts <= 8 else 0.5) * num_experts
-    figure, axes = grid(len(maps), len(routing), width, 1.2 + 0.42 * height)
+    figure, axes = grid(1, len(maps), width, 1.2 + 0.42 * height)
     highest = max(values.max() for values in maps.values())
     for axis, (tower, values) in zip(axes.flat, maps.items(), strict=True):
         image = axis.imshow(values, vmin=0, vmax=highest, aspect="auto")
@@ -95,7 +95,7 @@ def draw_patches(routed: RoutedImages, path: Path | IO[bytes]) -> None:
     number, num_experts = len(routed.pixels), routed.probabilities.shape[-1]
     first = routed.probabilities.argmax(axis=-1)  # (n, S)
     colors, side = expert_colors(num_experts), routed.patch_size
-    figure, axes = grid(2 * number, number, 1.7, 2.1)
+    figure, axes = grid(2, number, 1.7, 2.1)
     for above, below, pixels, experts in zip(axes[0], axes[1], routed.pixels, first, strict=True):
         _show(above, pixels)
         _show(below, pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=1)

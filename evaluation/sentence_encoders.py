@@ -89,9 +89,7 @@ class TextEncoder:
 
     modality = "text"
 
-    def __init__(
-        self, source: str, pooling: Pooling = "mean", name: str | None = None, device: str | torch.device = "cpu"
-    ):
+    def __init__(self, source: str, pooling: Pooling, name: str | None, device: str | torch.device):
         version = installed_versions(["sentence-transformers"]).get("sentence-transformers", "0")
         if int(version.partition(".")[0]) < 6:  # older ones run the modules that a folder brings
             raise ValueError(f"{source} is a sentence encoder: pip install 'sentence-transformers>=6', not {version}")

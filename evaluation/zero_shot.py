@@ -15,6 +15,14 @@ def class_embeddings(prompt_embeds: np.ndarray) -> np.ndarray:
     return mean / lengths
 
 
+def class_metrics(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+    """`accuracy`, and `mean_per_class_recall` over the classes that occur."""
+    from sklearn.metrics import accuracy_score, recall_score
+
+    recall = recall_score(labels, predicted, labels=np.unique(labels), average="macro")
+    return {"accuracy": float(accuracy_score(labels, predicted)), "mean_per_class_recall": float(recall)}
+
+
 def zero_shot_metrics(
     image_embeds: np.ndarray, class_embeds: np.ndarray, labels: np.ndarray, wanted: Sequence[str] = ()
 ) -> dict[str, float]:
@@ -29,21 +37,16 @@ def zero_shot_metrics(
             the similarity to the second less that to the first (Hateful Memes).
 
     Returns:
-        `accuracy`; `accuracy_top5` where there are more than five classes; `mean_per_class_recall`, over the classes
-        that occur; and what is wanted.
+        `class_metrics`; `accuracy_top5` where there are more than five classes; and what is wanted.
 
     Raises:
         ValueError: `roc_auc` of labels of one class alone.
     """
-    from sklearn.metrics import accuracy_score, recall_score, roc_auc_score, top_k_accuracy_score
+    from sklearn.metrics import roc_auc_score, top_k_accuracy_score
 
     labels, classes = np.asarray(labels), np.arange(len(class_embeds))
     similarity = image_embeds @ class_embeds.T
-    predicted = similarity.argmax(axis=1)
-    metrics = {
-        "accuracy": float(accuracy_score(labels, predicted)),
-        "mean_per_class_recall": float(recall_score(labels, predicted, labels=np.unique(labels), average="macro")),
-    }
+    metrics = class_metrics(labels, similarity.argmax(axis=1))
     if len(classes) > 5:
         metrics["accuracy_top5"] = float(top_k_accuracy_score(labels, similarity, k=5, labels=classes))
     if "mean_of_top1_and_top5" in wanted:

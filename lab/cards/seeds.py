@@ -19,14 +19,8 @@ from clip_moe.engine.markdown import escape, item, markdown_table
 from clip_moe.engine.messages import join_names
 from clip_moe.engine.provenance import MANIFEST, Record, trainings
 from clip_moe.evaluation.page import write_page
-from clip_moe.evaluation.report import (
-    SAME_FOR_TASK,
-    arrange,
-    computed_with,
-    differ,
-    draw_scores,
-    primary_columns,
-)
+from clip_moe.evaluation.report import SAME_FOR_TASK, Score, arrange, differ, draw_scores, primary_columns
+from clip_moe.evaluation.results import computed_with
 from lab.cards.intervals import with_interval
 
 # Runs must agree in these for each model and task: else their spread is not the seed's alone. Test pictures are the
@@ -111,11 +105,13 @@ def _deaths(folder: Path, table: Table) -> str:
 
 def _draw(tables: Sequence[Table], columns: dict[tuple[str, str], str], path: Path) -> None:
     """A dot for each mean, and an error bar for its deviation."""
-    values = {model: [_values(tables, model, *column) for column in columns] for model in tables[0]}
-    means = {model: list(map(statistics.mean, row)) for model, row in values.items()}
-    spreads = {model: list(map(statistics.stdev, row)) for model, row in values.items()}
-    reaches = {model: [(spread, spread) for spread in row] for model, row in spreads.items()}
-    draw_scores(list(columns.values()), means, path, reaches)
+
+    def score(model: str, column: tuple[str, str]) -> Score:
+        values = _values(tables, model, *column)
+        return Score(statistics.mean(values), (statistics.stdev(values),) * 2)
+
+    scores = {title: {model: score(model, column) for model in tables[0]} for column, title in columns.items()}
+    draw_scores(scores, list(tables[0]), path)
 
 
 def _values(tables: Sequence[Table], model: str, task: str, metric: str) -> list[float]:
