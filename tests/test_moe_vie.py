@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from plain_moe_vie import RELEASED, TINY, encode_image, encode_text, random_weights
 
-from clip_moe.evaluation.costs import count_parameters, meta_model
+from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
 from modeling_clip_moe.configuration_moe_vie import MoEViEConfig, ViEConfig
 from modeling_clip_moe.families import model_class
 
@@ -109,8 +109,15 @@ def test_layers_embeddings_and_chosen_experts_are_those_of_a_plain_implementatio
     ("size", "total", "vision", "activated"),
     [("B/16", 811.2, 457.1, 93.7), ("L/16", 2025.5, 1671.0, 317.7), ("H/14", 4379.9, 3499.3, 1059.4)],
 )
-def test_released_sizes_have_the_papers_parameters(size, total, vision, activated):
-    counts = count_parameters(meta_model(config_of(RELEASED[size])))
+def test_released_sizes_have_the_papers_parameters_and_the_multiply_adds_of_their_parts(size, total, vision, activated):
+    sizes = RELEASED[size]
+    counts = count_parameters(model := meta_model(config_of(sizes)))
+    width, patches, sparse = sizes.width, (sizes.image // sizes.patch) ** 2, sizes.layers - 1
+    attention, dense, one = 4 * width**2 + 2 * patches * width, 3 * width * sizes.ffn, 3 * width * sizes.expert
+    layers = sizes.layers * attention + dense + sparse * ((sizes.top_k + 1) * one + width * sizes.experts)
+    pooling = 2 * patches * width**2 + 2 * width**2 + 2 * patches * width + 8 * width**2
+    image = patches * (3 * sizes.patch**2 * width + layers) + pooling + width * sizes.embedding
+    assert count_multiply_adds(model)["image"] == image
     found = [round(counts[name] / 1e6, 1) for name in ("total", "vision", "vision_activated")]
     assert found == [total, vision, activated]
 

@@ -29,6 +29,8 @@ class PatchDropoutStage(TrainStage):
             yield "patch_dropout: it goes with images of one size, but this model takes any shape"
             return
         vision = model.config.vision_config
+        if hasattr(vision, "rope_theta"):
+            yield "patch_dropout: this model rotates patches by their places, which have to be all there"
         patches = (vision.image_size // vision.patch_size) ** 2
         if round(patches * self.patch_dropout) == patches:
             yield f"patch_dropout: it leaves none of {patches} patches: take at most {(patches - 1) / patches:.3f}"

@@ -177,7 +177,8 @@ def test_open_clips_calls_are_the_models(family, published, model, inputs, image
     assert tokens.shape == (2, LENGTH) and torch.equal(tokenize(TEXTS[0])[0], tokens[0])
     assert torch.equal(pixels, inputs["pixel_values"]) and adapter.logit_scale.ndim == 0
     texts = model.encode_text(inputs["input_ids"], inputs.get("attention_mask"))
-    torch.testing.assert_close(adapter.encode_text(tokens), texts)
+    largest = max(1.0, texts.abs().max().item())  # more of MoE-ViE's, which no norm bounds
+    torch.testing.assert_close(adapter.encode_text(tokens), texts, rtol=1.3e-6, atol=1e-5 * largest)
     torch.testing.assert_close(adapter.encode_image(pixels), model.encode_image(pixels))
     image_features, text_features, scale = adapter(pixels, tokens)
     expected = model(**inputs).logits_per_image - (model.logit_bias if family.sigmoid else 0)

@@ -187,7 +187,9 @@ def test_entropy_losses_by_hand():
 # --- patch dropout
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if not one.naflex], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "family", [one for one in FAMILIES if not one.naflex and one.name != "MoE-ViE"], ids=lambda one: one.name
+)
 def test_patch_dropout_leaves_patches_out(family):
     """The rest are whole patches in arbitrary order, with the gradient that they have alone."""
     model = tiny_dense(family).train()
