@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
+import pyarrow.compute
 import pyarrow.parquet
 
 from clip_moe.data.annotations import open_tables
@@ -99,18 +100,12 @@ def _named(column: pyarrow.ChunkedArray | None, file: str) -> Iterator[str]:
 
 def named_images(column: pyarrow.ChunkedArray) -> list[str]:
     """The files of images that a column only names: as texts, or as paths without bytes, which are not read here."""
-    names = []
-    for chunk in column.chunks:
-        while chunk.type != _element_type(chunk.type):
-            chunk = chunk.flatten()
-        if pyarrow.types.is_struct(chunk.type):
-            if chunk.type.get_field_index("path") < 0:
-                continue
-            chunk = chunk.field("path").filter(chunk.field("bytes").is_null())
-        elif not is_text(chunk.type):
-            continue
-        names += filter(None, chunk.to_pylist())
-    return names
+    while column.type != _element_type(column.type):
+        column = pyarrow.compute.list_flatten(column)
+    if pyarrow.types.is_struct(column.type) and column.type.get_field_index("path") >= 0:
+        paths, contents = (pyarrow.compute.struct_field(column, name) for name in ("path", "bytes"))
+        column = paths.filter(pyarrow.compute.is_null(contents))
+    return list(filter(None, column.to_pylist())) if is_text(column.type) else []
 
 
 def _element_type(kind: pyarrow.DataType) -> pyarrow.DataType:

@@ -47,21 +47,14 @@ def linear_probe_metrics(
 
 def _predict_scikit(train_features, train_labels, features) -> np.ndarray:
     from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import train_test_split
+    from sklearn.model_selection import GridSearchCV, StratifiedShuffleSplit
 
-    def fit(features, labels, strength):
-        return LogisticRegression(C=strength, max_iter=1000).fit(features, labels)
-
+    share = max(0.2, len(set(train_labels.tolist())) / len(train_labels))
+    held_out = StratifiedShuffleSplit(1, test_size=share, random_state=0)
+    penalties = {"C": INVERSE_PENALTIES}
+    search = GridSearchCV(LogisticRegression(max_iter=1000), penalties, cv=held_out, error_score="raise")
     with threadpool_limits(1):  # repeatable to the bit
-        fit_on, held_out, fit_labels, held_out_labels = train_test_split(
-            train_features,
-            train_labels,
-            test_size=max(0.2, len(set(train_labels.tolist())) / len(train_labels)),
-            random_state=0,
-            stratify=train_labels,
-        )
-        scores = [fit(fit_on, fit_labels, strength).score(held_out, held_out_labels) for strength in INVERSE_PENALTIES]
-        return fit(train_features, train_labels, INVERSE_PENALTIES[int(np.argmax(scores))]).predict(features)
+        return search.fit(train_features, train_labels).predict(features)
 
 
 def _predict_torch(train_features, train_labels, features, device: torch.device) -> np.ndarray:
