@@ -4,6 +4,7 @@ import io
 import logging
 import warnings
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -43,10 +44,10 @@ def plot_text(text: str, length: int = 40) -> str:
     return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 
-def grid(lines: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
-    """A figure with panels of this size in inches, and its axes (lines, columns)."""
+def grid(lines: int, columns: int, width: float, height: float, **options: Any) -> tuple[Figure, np.ndarray]:
+    """A figure with panels of this size in inches, and its axes (lines, columns), with options of `add_subplot`."""
     size = max(LEAST_WIDTH, width * columns), height * lines + 0.6
-    return plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    return plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained", subplot_kw=options)
 
 
 def save(figure: Figure, path: Path) -> None:

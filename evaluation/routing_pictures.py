@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
-from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from clip_moe.data.preparation import Preparation
@@ -78,11 +77,6 @@ def draw_shares(routing: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Pa
     save(figure, path)
 
 
-def _show(axis: Axes, pixels: np.ndarray, **options: Any) -> None:
-    axis.imshow(pixels, **options)
-    axis.set(xticks=[], yticks=[])
-
-
 def expert_colors(num_experts: int) -> Sequence[Sequence[float]]:
     if num_experts <= 10:
         return plt.get_cmap("tab10").colors
@@ -95,10 +89,10 @@ def draw_patches(routed: RoutedImages, path: Path) -> None:
     number, num_experts = len(routed.pixels), routed.probabilities.shape[-1]
     first = routed.probabilities.argmax(axis=-1)  # (n, S)
     colors, side = expert_colors(num_experts), routed.patch_size
-    figure, axes = grid(2, number, 1.7, 2.1)
+    figure, axes = grid(2, number, 1.7, 2.1, xticks=[], yticks=[])
     for above, below, pixels, experts in zip(axes[0], axes[1], routed.pixels, first, strict=True):
-        _show(above, pixels)
-        _show(below, pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=1)
+        above.imshow(pixels)
+        below.imshow(pixels.mean(axis=-1), cmap="gray", vmin=0, vmax=1)
         for patch, expert in enumerate(experts[1:]):
             line, column = divmod(patch, routed.grid[1])
             left, top = column * side - 0.5, line * side - 0.5
