@@ -40,11 +40,20 @@ def swap(llava: LlavaForConditionalGeneration, tower: PreTrainedModel) -> None:
             "use a tower made from the CLIP that this LLaVA was trained with"
         )
     config.vision_config = new
-    patches, has_class_token = (new.image_size // new.patch_size) ** 2, hasattr(tower.embeddings, "class_embedding")
-    is_first_dropped = config.vision_feature_select_strategy == "default"
-    config.image_seq_length = patches + has_class_token - is_first_dropped
+    has_class_token = hasattr(tower.embeddings, "class_embedding")
+    if not has_class_token:  # "default" drops it, and would drop a patch
+        config.vision_feature_select_strategy = "full"
+    config.image_seq_length = _patches(new) + has_class_token - _drops_first(config)
     llava.model.vision_tower = tower.to(llava.dtype)
     warn_without_experts(config)
+
+
+def _patches(vision: CLIPMoETowerConfig) -> int:
+    return (vision.image_size // vision.patch_size) ** 2
+
+
+def _drops_first(config: LlavaConfig) -> bool:
+    return config.vision_feature_select_strategy == "default"
 
 
 @torch.no_grad()
@@ -90,8 +99,9 @@ def expected_outputs(llava: LlavaForConditionalGeneration, tower: PreTrainedMode
     config, tower = llava.config, tower.to(llava.dtype)
     inputs = sample_llava_inputs(tower.config, config.text_config)
     hidden_states = tower(inputs["pixel_values"].to(llava.dtype), output_hidden_states=True).hidden_states
-    first = 1 if config.vision_feature_select_strategy == "default" else 0
-    selected = torch.cat([hidden_states[layer][:, first:] for layer in feature_layers(config)], dim=-1)
+    selected = torch.cat(
+        [hidden_states[layer][:, int(_drops_first(config)) :] for layer in feature_layers(config)], dim=-1
+    )
     projected = llava.model.multi_modal_projector(selected)
     return {"image features": projected, "text logits": llava(inputs["input_ids"]).logits}
 
@@ -113,6 +123,10 @@ def write_processor(source: str | Path, tower_source: str | Path, folder: Path) 
         processor.image_processor, image_source = load_image_processor(tower_source), tower_source
     require_fit(config, tower_source, image_source, image_processor=processor.image_processor)
     processor.patch_size = config.vision_config.patch_size
+    # The processor puts as many image tokens into a text as the model has features
+    processor.vision_feature_select_strategy = config.vision_feature_select_strategy
+    features = config.image_seq_length + _drops_first(config)
+    processor.num_additional_image_tokens = features - _patches(config.vision_config)
     save(processor, folder)
 
 

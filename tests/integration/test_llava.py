@@ -1,12 +1,20 @@
 """The vision tower swapped into an existing LLaVA of transformers."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+from converters import IMAGE_TOKEN
+from PIL import Image
+from plain_moe_vie import TINY, random_weights
 from stand_ins import save_symbol_llava
-from transformers import LlamaConfig, LlavaConfig
+from transformers import AutoProcessor, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import clip_moe
 from clip_moe.conversion.llava import warn_without_experts
+from clip_moe.conversion.released_moe_vie import Released, build
 from modeling_clip_moe import CLIPMoEVisionConfig, CLIPMoEVisionModel
+from modeling_clip_moe.modeling_moe_vie import MoEViEVisionModel
 
 BASE = "training/symbol_clip"
 
@@ -37,6 +45,22 @@ def test_a_tower_of_another_width_and_other_models_are_refused(dense_llava, tmp_
         with pytest.raises(SystemExit, match=f"error: out: {message}"):
             swap(tmp_path / "out", whole, tower)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tower_without_a_class_token_gives_all_its_patches(dense_llava, tmp_path):
+    """MoE-ViE's: as many features as the processor puts image tokens into a text."""
+    state = random_weights(replace(TINY, width=96, heads=6, patch=8), dtype=torch.float32)
+    build(state, Released(TINY.text_heads, TINY.pooling_heads, TINY.top_k, image_size=32)).save_pretrained(
+        tmp_path / "tower"
+    )
+    swap(tmp_path / "out", dense_llava, tmp_path / "tower")
+    llava = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out").eval()
+    assert isinstance(llava.model.vision_tower, MoEViEVisionModel)
+    image = Image.effect_noise((20, 20), 90).convert("RGB")
+    inputs = AutoProcessor.from_pretrained(tmp_path / "out")(text=IMAGE_TOKEN, images=image, return_tensors="pt")
+    assert (inputs["input_ids"] == llava.config.image_token_index).sum() == llava.config.image_seq_length == 16
+    features = llava.model.get_image_features(inputs["pixel_values"]).pooler_output[0]
+    assert features.shape[0] == 16 and llava(**inputs).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(("layers", "warns"), [(-2, True), (-1, False), ([0, -2], True), (2, False)], ids=str)
