@@ -90,22 +90,27 @@ def block_ratios(
     capacity_factor: float | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    ffns: int = TOP_K,
+    parts: int = 1,
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """(implementation, mode) -> time of a whole sparse block, with its router and capacity, over `TOP_K` dense FFNs on
-    the same tokens, which a GPU computes compiled; and the block's FLOP/s. Medians of `rounds` training steps, and of
-    five times as many forwards, which are short, after three of each.
+    """(implementation, mode) -> time of a whole sparse block, with its router and capacity, over as many dense FFNs as
+    a token meets, on the same tokens, which a GPU computes compiled; and the block's FLOP/s. Medians of `rounds`
+    training steps, and of five times as many forwards, which are short, after three of each.
 
     Args:
         size: the vision tower's.
-        capacity_factor: also of the forward. Of random tokens, C drops about 1 - C / TOP_K of the choices.
+        num_experts, ffns: experts, and those of a token, if they were as wide as an FFN.
+        parts: into how many experts each of these is cut.
+        capacity_factor: also of the forward. Of random tokens, C drops about 1 - C / K of the choices.
     """
     device, vision = torch.device(device), paper_config(size).vision_config
     config = CLIPMoEVisionConfig(
         hidden_size=vision.hidden_size,
         intermediate_size=vision.intermediate_size,
         num_attention_heads=vision.num_attention_heads,
-        num_experts=num_experts,
-        num_experts_per_tok=TOP_K,
+        num_experts=num_experts * parts,
+        num_experts_per_tok=ffns * parts,
+        moe_intermediate_size=vision.intermediate_size // parts,
         capacity_factor=capacity_factor,
         eval_capacity_factor=capacity_factor,
     )
@@ -136,10 +141,10 @@ def block_ratios(
         return seconds(run, device) / calls_at_a_time
 
     ratios = {}
-    forward = 4 * TOP_K * images * num_tokens * config.hidden_size * config.intermediate_size  # FLOP
+    forward = 4 * ffns * images * num_tokens * config.hidden_size * config.intermediate_size  # FLOP
     for mode in modes:
         # New ones in each mode: torch 2.11 computes no gradient of weights that were frozen when it compiled them
-        dense = [CLIPMLP(config).to(device, dtype) for _ in range(TOP_K)]
+        dense = [CLIPMLP(config).to(device, dtype) for _ in range(ffns)]
         for module in (block, *dense):
             module.train(mode != "forward").requires_grad_(mode != "frozen")
         if device.type == "cuda":
@@ -164,23 +169,33 @@ def block(
     dtype: Dtype = "float32",
     device: str = DEVICE,
     rounds: Rounds = 5,
+    ffns: int = TOP_K,
+    parts: Sequence[int] = (1,),
 ) -> str:
-    """A whole sparse block over two dense FFNs on the same tokens, for each implementation of the experts."""
+    """A whole sparse block over as many dense FFNs as a token meets, for each implementation of the experts.
+
+    Args:
+        num_experts: as wide as an FFN
+        ffns: experts of a token that are as wide as an FFN
+        parts: into how many experts each of these is cut
+    """
     rows, options = [], {"capacity_factor": capacity_factor, "dtype": getattr(torch, dtype), "device": device}
-    for size, number, experts in itertools.product(sizes, images, num_experts):
-        ratios = block_ratios(size, number, experts, rounds, implementations, **options)
+    for size, number, experts, cut in itertools.product(sizes, images, num_experts, parts):
+        ratios = block_ratios(size, number, experts, rounds, implementations, **options, ffns=ffns, parts=cut)
         for name in implementations:
             mode_ratios = [f"{ratios[name, mode][0]:.2f}" for mode in MODES]
             speed = tera(ratios[name, MODES[-1]][1], device)
-            rows.append([size, dtype, number, experts, name, *mode_ratios, speed])
+            rows.append([size, dtype, number, experts * cut, ffns * cut, name, *mode_ratios, speed])
     return page(
         output,
         "# The sparse block",
-        f"Time of a sparse block with its router and a capacity of {capacity_factor}, over that of {TOP_K} dense FFNs "
+        f"Time of a sparse block with its router and a capacity of {capacity_factor}, over that of {ffns} dense FFNs "
         f"on the same tokens{', compiled' * (torch.device(device).type == 'cuda')}: 1.00 is no overhead. Of the "
         "forward, of forward and backward with frozen experts (as where routers train), and with all weights trained. "
         f"Medians of {rounds} alternating runs after three (of a forward {5 * rounds}). {machine(device)}.",
-        table(["layer", "dtype", "images", "experts", "implementation", *MODES, "TFLOP/s, trained"], rows),
+        table(
+            ["layer", "dtype", "images", "experts", "of a token", "implementation", *MODES, "TFLOP/s, trained"], rows
+        ),
     )
 
 
