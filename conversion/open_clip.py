@@ -51,7 +51,7 @@ def read_configuration(archive: Path, weights: CLIPConfig) -> tuple[dict[str, An
         }
         preprocessing = content.get("preprocess_cfg")
         image_size = weights.vision_config.image_size
-        return settings, None if preprocessing is None else _image_processor(preprocessing, image_size)
+        return settings, None if preprocessing is None else image_processor_settings(preprocessing, image_size)
 
 
 def _faults(name: str, tower: dict[str, Any], defaults: dict[str, Any], weights: PreTrainedConfig) -> list[str]:
@@ -69,7 +69,7 @@ def _faults(name: str, tower: dict[str, Any], defaults: dict[str, Any], weights:
     ]
 
 
-def _image_processor(given: dict[str, Any], size: int) -> dict[str, Any]:
+def image_processor_settings(given: dict[str, Any], size: int) -> dict[str, Any]:
     """The settings of CLIP's image processor, for images of `size` pixels a side."""
     settings = PREPROCESSING | {key: value for key, value in given.items() if value is not None}
     square, crops = {"height": size, "width": size}, {"shortest": True, "squash": False}[settings["resize_mode"]]

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from clip_moe.conversion.processors import copy_processor
 from clip_moe.conversion.rules import Rule, apply_rules, renaming
 from clip_moe.conversion.verification import check_equal, sample_inputs
 from clip_moe.engine.digests import file_digest
-from clip_moe.engine.files import save
+from clip_moe.engine.files import new_file, save, writing
 from clip_moe.engine.messages import join_names
 from modeling_clip_moe.families import dense_types
 
@@ -340,6 +340,14 @@ def convert(
         )
     write(build(state, **settings), folder, processor, images)
     verify(state, load_model(CLIPModel, folder))
+
+
+def write_state_dict(state: Mapping[str, Tensor], output: Path, verify: Callable[[dict[str, Tensor]], None]) -> None:
+    """Writes tensors as a file, which is read again and verified before it gets its name."""
+    with new_file(output) as partial:
+        with writing(output), partial.open("wb") as file:  # torch's own writer does not say what went wrong
+            torch.save(state, file)
+        verify(read_state_dict(partial))
 
 
 def write(model: PreTrainedModel, folder: Path, processor: str | None, images: Mapping[str, Any] | None = None) -> None:

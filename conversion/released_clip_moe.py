@@ -13,7 +13,6 @@ from clip_moe.conversion.long_context import POSITIONS
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.rules import Rule, apply_rules, renaming
 from clip_moe.conversion.upcycle import architecture
-from clip_moe.engine.files import new_file, writing
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
@@ -119,8 +118,4 @@ def convert(checkpoint: Path, folder: Path, num_experts_per_tok: int, processor:
 def write_checkpoint(source: str, output: Path) -> None:
     """Writes a model as a file in the format that was released, and verifies it."""
     model = load_model(CLIPMoEModel, source)
-    with new_file(output) as partial:
-        state = export(model)
-        with writing(output), partial.open("wb") as file:  # torch's own writer does not say what went wrong
-            torch.save(state, file)
-        openai.verify(openai.read_state_dict(partial), model.float())
+    openai.write_state_dict(export(model), output, lambda written: openai.verify(written, model.float()))

@@ -8,7 +8,8 @@ if TYPE_CHECKING:
 
 # Room -> its kinds, in the order of docs/settings.md
 KINDS_OF_ROOM = {
-    "conversion": "openai released_clip_moe export_clip_moe llava initialize long_context upcycle unify average dense",
+    "conversion": "openai released_clip_moe export_clip_moe released_moe_vie export_moe_vie llava initialize "
+    "long_context upcycle unify average dense",
     "data": "tokenizer",
     "training": "split captions embed cluster train train_experts train_data_expert train_router assemble",
     "evaluation": "evaluate answer analyze",

@@ -6,6 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from converters import save_llava
 from documents import BASE, ROOT
 from local_hub import LocalHub, contents
 from openai_weights import openai_state_dict
+from plain_moe_vie import RELEASED, random_weights
 from tiny_families import saved, tiny_dense
 from transformers import AutoProcessor, AutoTokenizer, CLIPModel, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -56,6 +58,14 @@ def openai_weights() -> dict[str, torch.Tensor]:
 def save_released(file: Path) -> None:
     """A checkpoint in the layout of CLIP-MoE's authors."""
     torch.save(export(upcycle(build(openai_weights()), PRESETS["clip_moe"])), file)
+
+
+def save_moe_vie(folder: Path) -> None:
+    """Random weights as wide as MoE-ViE-B/16's image tower, by which its size is known, of two thin layers."""
+    sizes = replace(RELEASED["B/16"], layers=2, ffn=16, expert=8, text_width=32, text_layers=1, text_ffn=16)
+    sizes = replace(sizes, embedding=16, vocabulary=len(AutoTokenizer.from_pretrained(BASE)))
+    folder.mkdir()
+    torch.save(random_weights(sizes, dtype=torch.float32), folder / "MoEViE-B16-224.pt")
 
 
 def save_images(folder: Path, count: int = 8) -> None:
@@ -124,6 +134,7 @@ ON_HUB = {
     "openai/clip-vit-base-patch32": save_old_clip,
     "openai/clip-vit-large-patch14": save_clip,
     "openai/clip-vit-large-patch14-336": save_clip,
+    "facebook/MoEViE-B16-224": save_moe_vie,
     "google/siglip2-base-patch16-224": save_siglip,
     "llava-hf/llava-1.5-7b-hf": save_symbol_llava,
     "stabilityai/stable-diffusion-xl-base-1.0": save_sdxl,

@@ -116,7 +116,7 @@ def test_pages_are_short_and_the_front_page_leads_to_all():
 
 def test_the_first_example_prints_what_stands_below_it(capsys):
     """Within the first 40 lines, on the model in the repository."""
-    example, printed = blocks(ROOT / "README.md")[1:3]
+    example, printed = blocks(ROOT / "README.md")[2:4]
     assert (example.language, printed.language) == ("python", "text") and example.line <= 40
     exec(compile(example.text, "README.md", "exec"), {})
     assert capsys.readouterr().out == printed.text

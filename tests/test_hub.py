@@ -32,6 +32,7 @@ NO_REPOSITORY = {
     "wds/kinds": "a folder's name for CLIP_benchmark",
     "user/base": "only named in a card",
     "user/name": "is uploaded to",
+    "user/moe-vie": "named in a card; nothing is uploaded with --dry_run",
     "user/sparse-siglip": "named in a card; nothing is uploaded with --dry_run",
     "facebook/metaclip-2-...": "the beginning of names",
     "google/siglip...": "the beginning of names",

@@ -1,6 +1,5 @@
 """MoE-ViE and its dense model against a plain implementation on the released names, and at the released sizes."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -8,33 +7,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from plain_moe_vie import RELEASED, TINY, encode_image, encode_text, random_weights
 
+from clip_moe.conversion.released_moe_vie import loading_rules
+from clip_moe.conversion.rules import apply_rules
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
 from modeling_clip_moe.configuration_moe_vie import MoEViEConfig, ViEConfig
 from modeling_clip_moe.families import model_class
 
 DENSE = replace(TINY, experts=0)
-# Parts of released names -> ours, in this order
-NAMES = {
-    "visual.conv1": "vision_model.embeddings.patch_embedding",
-    "visual.ln_pre": "vision_model.pre_layrnorm",
-    "visual.attn_pool.attn.": "vision_model.head.attention.",
-    "visual.attn_pool.": "vision_model.head.",
-    "visual.transformer.resblocks": "vision_model.encoder.layers",
-    "transformer.resblocks": "text_model.encoder.layers",
-    "token_embedding": "text_model.embeddings.token_embedding",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "attn.ln.": "layer_norm1.",
-    "mlp.ln.": "layer_norm2.",
-    "attn.attn.": "self_attn.",
-    "mlp.mlp.": "mlp.",
-    "mlp.moe.w1": "mlp.experts.gate_up_proj",
-    "mlp.moe.w2": "mlp.experts.down_proj",
-    "mlp.moe._gate_module": "mlp.router",
-    "mlp.moe._shared_module": "mlp.shared_experts",
-    "mlp.moe.": "mlp.router.",
-    "c_fc": "fc1",
-    "c_proj": "fc2",
-}
 
 
 def config_of(sizes):
@@ -58,25 +37,6 @@ def config_of(sizes):
     return MoEViEConfig(text_config=text, vision_config=vision, **whole)
 
 
-def converted(released, sizes):
-    """The released weights under our names."""
-    state = {}
-    for name, tensor in released.items():
-        for theirs, ours in NAMES.items():
-            name = name.replace(theirs, ours)
-        if name in ("visual.proj", "text_projection"):
-            state[{"visual.proj": "visual_projection.weight"}.get(name, f"{name}.weight")] = tensor.T
-        elif "self_attn.in_proj" in name:
-            heads = sizes.heads if name.startswith("vision") else sizes.text_heads
-            for part, rows in zip("qkv", tensor.chunk(3), strict=True):
-                if part != "v" and name.startswith("vision"):  # pairs of neighbors -> halves
-                    rows = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-                state[re.sub(r"in_proj_", f"{part}_proj.", name)] = rows
-        elif not name.endswith("rope.freqs"):
-            state[name] = tensor.reshape(1) if name == "logit_scale" else tensor
-    return state
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("sizes", [DENSE, TINY], ids=["dense", "sparse"])
 @torch.no_grad()
@@ -84,7 +44,7 @@ def test_layers_embeddings_and_chosen_experts_are_those_of_a_plain_implementatio
     """On images of 2 rows and 3 columns, and the other way around."""
     released = random_weights(sizes)
     model = model_class(config := config_of(sizes))._from_config(config, attn_implementation=attention)
-    model.double().eval().load_state_dict(converted(released, sizes))
+    model.double().eval().load_state_dict(apply_rules(released, None, loading_rules(config)))
     generator = torch.Generator().manual_seed(1)
     for size in ((8, 12), (12, 8)):
         images = torch.randn(2, 3, *size, generator=generator, dtype=torch.float64)

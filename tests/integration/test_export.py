@@ -7,11 +7,13 @@ import pytest
 import torch
 import transformers
 from backbones import both_backbones, dense_clip
+from plain_moe_vie import TINY, random_weights
 from tiny_clip import moved
 from torch.utils._pytree import tree_leaves
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from clip_moe.conversion.presets import PRESETS
+from clip_moe.conversion.released_moe_vie import Released, build
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data.symbols import SYMBOLS
 from modeling_clip_moe import (
@@ -86,6 +88,13 @@ def test_onnx_of_other_routers_and_experts(backbone, batch, tmp_path):
     routing = dict.fromkeys(("text_config", "vision_config"), {"scoring_func": "sigmoid", "use_expert_bias": True})
     sparse = upcycle(dense_clip(backbone), replace(PRESETS["clip_up"], **changes), routing=routing)
     check_onnx(moved(sparse, ("experts", "router"), 0, scale=0.1), batch, "whole", tmp_path)
+
+
+def test_onnx_of_a_moe_vies_tower(tmp_path):
+    """Gated experts, rotary positions, attention pooling."""
+    settings = Released(TINY.text_heads, TINY.pooling_heads, TINY.top_k, TINY.image)
+    tower = build(random_weights(TINY, dtype=torch.float32), settings).vision_model
+    check_onnx(tower, lambda size, part: {"pixel_values": torch.randn(size, 3, 8, 8)}, "vision", tmp_path)
 
 
 def check_onnx(model, batch, part, folder):
