@@ -1,14 +1,12 @@
-"""Tools that the built-in worlds draw with: inks, grounds, pen strokes, and how a drawing is placed."""
+"""Tools that the worlds draw with: inks, grounds, noise, and stamps."""
 
 import io
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 from PIL import Image as PILImage
 
-DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 # Inks are dark and backgrounds light, as on paper, so that any two of them can be told apart. If both had the same
 # colors, a small CLIP would have to learn every drawing in every pair of them, and needs several times as many steps.
 COLORS = {
@@ -27,18 +25,7 @@ BACKGROUNDS = {
     "turquoise": (130, 225, 220),
     "gray": (190, 190, 190),
 }
-POSITIONS = {
-    "center": (0, 0),
-    "top left": (-1, -1),
-    "top right": (1, -1),
-    "bottom left": (-1, 1),
-    "bottom right": (1, 1),
-}
-# Where the first of two drawings is; the second is opposite
-SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
-OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 TEXTURES = ["plain", "striped", "dotted", "checkered"]
-TEST_DIGITS = 5  # every fifth pen stroke is kept for the test split
 
 
 def choose(rng: np.random.Generator, values: Sequence):
@@ -51,52 +38,6 @@ def font_file(name: str) -> str:
     import matplotlib
 
     return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf")
-
-
-def article(words: str) -> str:
-    """The words with "a" or "an"."""
-    return f"{'an' if words[0] in 'aeio8' and words != 'one' else 'a'} {words}"
-
-
-def stroke(digit: str, split: str, rng: np.random.Generator) -> PILImage.Image:
-    """A handwritten digit, (64, 64), white on black. No pen stroke is in both splits."""
-    drawn = PILImage.fromarray(choose(rng, _digit_images(split)[digit]))
-    image = PILImage.new("L", (64, 64))
-    # A margin: many strokes touch the border of their 8 x 8 pixels and would be cut when they are turned.
-    image.paste(drawn.resize((54, 54), PILImage.Resampling.BICUBIC), (5, 5))
-    return image
-
-
-def distort(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
-    """A small random rotation, shear and stretch of a (64, 64) drawing about its center."""
-    angle, shear = rng.uniform(-0.2, 0.2), rng.uniform(-0.15, 0.15)
-    width, height = rng.uniform(0.9, 1.1, 2)
-    matrix = np.array([[np.cos(angle), np.sin(angle) + shear], [-np.sin(angle), np.cos(angle)]])
-    matrix = matrix * [[width], [height]]
-    center = np.array([32, 32])
-    shift = center - matrix @ center
-    coefficients = (matrix[0, 0], matrix[0, 1], shift[0], matrix[1, 0], matrix[1, 1], shift[1])
-    return mask.transform(mask.size, PILImage.Transform.AFFINE, coefficients, PILImage.Resampling.BILINEAR)
-
-
-def place(
-    mask: PILImage.Image, side: int, direction: Sequence[float], rng: np.random.Generator, image_size: int
-) -> np.ndarray:
-    """The share of each pixel that ink covers, (image_size, image_size, 1) from 0 to 1.
-
-    Args:
-        side: width and height of the drawing, in pixels.
-        direction: from the image's center to the drawing's, in x and y; 1 is 0.8 of the way to the border.
-    """
-    mask = mask.resize((side, side), PILImage.Resampling.BOX)
-    free = image_size - side
-    x, y = (
-        int(np.clip(round(free / 2 + part * free * 0.4 + rng.uniform(-0.04, 0.04) * image_size), 0, free))
-        for part in direction
-    )
-    alpha = np.zeros((image_size, image_size, 1), np.float32)
-    alpha[y : y + side, x : x + side, 0] = np.asarray(mask, np.float32) / 255
-    return alpha
 
 
 def ink_of(color: str, rng: np.random.Generator) -> np.ndarray:
@@ -144,14 +85,3 @@ def png(image: np.ndarray) -> dict[str, bytes]:
     buffer = io.BytesIO()
     PILImage.fromarray(image).save(buffer, "png", compress_level=1)
     return {"bytes": buffer.getvalue(), "path": None}
-
-
-@cache
-def _digit_images(split: str) -> dict[str, np.ndarray]:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    is_test = np.arange(len(images)) % TEST_DIGITS == 0
-    chosen = is_test if split == "test" else ~is_test
-    images = (images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    return {name: images[chosen & (labels == number)] for number, name in enumerate(DIGITS)}

@@ -1,8 +1,28 @@
-"""The kinds of the symbol world: their names, their characters, and the habits of the topics that they belong to."""
+"""The kinds of the symbol world: their names, the habits of the topics that they belong to, and how each is drawn."""
 
 from dataclasses import dataclass
+from functools import cache
 
-from clip_moe.data.drawing import DIGITS
+import numpy as np
+from PIL import Image as PILImage
+from PIL import ImageDraw, ImageFont
+
+from clip_moe.data.drawing import choose, font_file
+
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+TEST_DIGITS = 5  # every fifth pen stroke is kept for the test split
+# The first of each split has all characters; those that lack one are left out for it
+FONTS = {
+    "train": [
+        "DejaVuSans",
+        "DejaVuSans-Bold",
+        "DejaVuSans-Oblique",
+        "DejaVuSerif",
+        "DejaVuSerif-Bold",
+        "DejaVuSansMono",
+    ],
+    "test": ["DejaVuSans-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSansMono-Bold", "STIXGeneral"],
+}
 
 
 @dataclass(frozen=True)
@@ -148,3 +168,55 @@ TOPICS = {
 }
 TOPIC_OF = {kind: name for name, topic in TOPICS.items() for kind in topic.kinds}
 KINDS = list(TOPIC_OF)
+
+
+def draw_symbol(kind: str, split: str, rng: np.random.Generator) -> PILImage.Image:
+    """A symbol in one of its fonts, (64, 64), white on black."""
+    character = TOPICS[TOPIC_OF[kind]].kinds[kind]
+    if not character:
+        return _stroke(kind.split()[-1], split, rng)
+    return _printed(character, choose(rng, _fonts_of(split)[character]))
+
+
+@cache
+def _fonts_of(split: str) -> dict[str, list[str]]:
+    """The files of the fonts that have each character."""
+    from matplotlib.ft2font import FT2Font
+
+    fonts = {path: FT2Font(path).get_charmap() for path in map(font_file, FONTS[split])}
+    characters = [character for topic in TOPICS.values() for character in topic.kinds.values() if character]
+    return {text: [path for path, drawn in fonts.items() if ord(text) in drawn] for text in characters}
+
+
+@cache
+def _printed(character: str, font: str) -> PILImage.Image:
+    """A character as large as it fits into (64, 64) with a margin."""
+    font = ImageFont.truetype(font, 96)
+    left, top, right, bottom = font.getbbox(character)
+    drawn = PILImage.new("L", (right - left, bottom - top))
+    ImageDraw.Draw(drawn).text((-left, -top), character, 255, font)
+    scale = 58 / max(drawn.size)
+    drawn = drawn.resize([max(1, round(side * scale)) for side in drawn.size], PILImage.Resampling.BICUBIC)
+    image = PILImage.new("L", (64, 64))
+    image.paste(drawn, ((64 - drawn.width) // 2, (64 - drawn.height) // 2))
+    return image
+
+
+def _stroke(digit: str, split: str, rng: np.random.Generator) -> PILImage.Image:
+    """A handwritten digit, (64, 64), white on black. No pen stroke is in both splits."""
+    drawn = PILImage.fromarray(choose(rng, _digit_images(split)[digit]))
+    image = PILImage.new("L", (64, 64))
+    # A margin: many strokes touch the border of their 8 x 8 pixels and would be cut when they are turned.
+    image.paste(drawn.resize((54, 54), PILImage.Resampling.BICUBIC), (5, 5))
+    return image
+
+
+@cache
+def _digit_images(split: str) -> dict[str, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    is_test = np.arange(len(images)) % TEST_DIGITS == 0
+    chosen = is_test if split == "test" else ~is_test
+    images = (images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    return {name: images[chosen & (labels == number)] for number, name in enumerate(DIGITS)}

@@ -7,46 +7,26 @@ more common in their pictures. Training and test pictures use different font fil
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as PILImage
-from PIL import ImageDraw, ImageFont
 
-from clip_moe.data.drawing import (
-    BACKGROUNDS,
-    COLORS,
-    OPPOSITE,
-    POSITIONS,
-    SIDES,
-    TEXTURES,
-    add_noise,
-    article,
-    choose,
-    distort,
-    font_file,
-    ground,
-    ink_of,
-    place,
-    png,
-    stroke,
-)
-from clip_moe.data.symbol_kinds import KINDS, TOPIC_OF, TOPICS
+from clip_moe.data.drawing import BACKGROUNDS, COLORS, TEXTURES, add_noise, choose, ground, ink_of, png
+from clip_moe.data.symbol_kinds import KINDS, TOPIC_OF, TOPICS, draw_symbol
 from clip_moe.data.world import SPLITS, Subjects, World
 
-# The first of each split has all characters; those that lack one are left out for it
-FONTS = {
-    "train": [
-        "DejaVuSans",
-        "DejaVuSans-Bold",
-        "DejaVuSans-Oblique",
-        "DejaVuSerif",
-        "DejaVuSerif-Bold",
-        "DejaVuSansMono",
-    ],
-    "test": ["DejaVuSans-BoldOblique", "DejaVuSerif-BoldItalic", "DejaVuSansMono-Bold", "STIXGeneral"],
+POSITIONS = {
+    "center": (0, 0),
+    "top left": (-1, -1),
+    "top right": (1, -1),
+    "bottom left": (-1, 1),
+    "bottom right": (1, 1),
 }
+# Where the first of two drawings is; the second is opposite
+SIDES = {"left": (-1, 0), "right": (1, 0), "top": (0, -1), "bottom": (0, 1)}
+OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top"}
 SIZES = {"small": 0.5, "medium": 0.7, "large": 0.9}  # of the image's side
 SMALLEST_IMAGE = 16
 
@@ -149,6 +129,38 @@ def _scenes(kinds: Sequence[str], split: str, seed: int, two: bool | None = None
     return scene
 
 
+def distort(mask: PILImage.Image, rng: np.random.Generator) -> PILImage.Image:
+    """A small random rotation, shear and stretch of a (64, 64) drawing about its center."""
+    angle, shear = rng.uniform(-0.2, 0.2), rng.uniform(-0.15, 0.15)
+    width, height = rng.uniform(0.9, 1.1, 2)
+    matrix = np.array([[np.cos(angle), np.sin(angle) + shear], [-np.sin(angle), np.cos(angle)]])
+    matrix = matrix * [[width], [height]]
+    center = np.array([32, 32])
+    shift = center - matrix @ center
+    coefficients = (matrix[0, 0], matrix[0, 1], shift[0], matrix[1, 0], matrix[1, 1], shift[1])
+    return mask.transform(mask.size, PILImage.Transform.AFFINE, coefficients, PILImage.Resampling.BILINEAR)
+
+
+def place(
+    mask: PILImage.Image, side: int, direction: Sequence[float], rng: np.random.Generator, image_size: int
+) -> np.ndarray:
+    """The share of each pixel that ink covers, (image_size, image_size, 1) from 0 to 1.
+
+    Args:
+        side: width and height of the drawing, in pixels.
+        direction: from the image's center to the drawing's, in x and y; 1 is 0.8 of the way to the border.
+    """
+    mask = mask.resize((side, side), PILImage.Resampling.BOX)
+    free = image_size - side
+    x, y = (
+        int(np.clip(round(free / 2 + part * free * 0.4 + rng.uniform(-0.04, 0.04) * image_size), 0, free))
+        for part in direction
+    )
+    alpha = np.zeros((image_size, image_size, 1), np.float32)
+    alpha[y : y + side, x : x + side, 0] = np.asarray(mask, np.float32) / 255
+    return alpha
+
+
 def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image_size: int) -> np.ndarray:
     """The picture of a scene, (image_size, image_size, 3) uint8."""
     image = ground(scene, rng, image_size)
@@ -159,45 +171,13 @@ def render(scene: Mapping[str, str], split: str, rng: np.random.Generator, image
     for kind, color, position in symbols:
         direction = SIDES[position] if scene["second_kind"] else POSITIONS[position]
         direction = [1.25 * part for part in direction]  # to the border: large symbols have little room
-        mask = distort(_symbol(scene[kind], split, rng), rng)
+        mask = distort(draw_symbol(scene[kind], split, rng), rng)
         if rng.random() < COVERED:  # by a piece of paper at one of its corners
             x, y = (int(corner) for corner in rng.choice([0, 40], 2))
             mask.paste(0, (x, y, x + 24, y + 24))
         alpha = place(mask, side, direction, rng, image_size)
         image = image * (1 - alpha) + ink_of(scene[color], rng) * alpha
     return add_noise(image, rng)
-
-
-@cache
-def _fonts_of(split: str) -> dict[str, list[str]]:
-    """The files of the fonts that have each character."""
-    from matplotlib.ft2font import FT2Font
-
-    fonts = {path: FT2Font(path).get_charmap() for path in map(font_file, FONTS[split])}
-    characters = [character for topic in TOPICS.values() for character in topic.kinds.values() if character]
-    return {text: [path for path, drawn in fonts.items() if ord(text) in drawn] for text in characters}
-
-
-def _symbol(kind: str, split: str, rng: np.random.Generator) -> PILImage.Image:
-    """A symbol in one of its fonts, (64, 64), white on black."""
-    character = TOPICS[TOPIC_OF[kind]].kinds[kind]
-    if not character:
-        return stroke(kind.split()[-1], split, rng)
-    return _printed(character, choose(rng, _fonts_of(split)[character]))
-
-
-@cache
-def _printed(character: str, font: str) -> PILImage.Image:
-    """A character as large as it fits into (64, 64) with a margin."""
-    font = ImageFont.truetype(font, 96)
-    left, top, right, bottom = font.getbbox(character)
-    drawn = PILImage.new("L", (right - left, bottom - top))
-    ImageDraw.Draw(drawn).text((-left, -top), character, 255, font)
-    scale = 58 / max(drawn.size)
-    drawn = drawn.resize([max(1, round(side * scale)) for side in drawn.size], PILImage.Resampling.BICUBIC)
-    image = PILImage.new("L", (64, 64))
-    image.paste(drawn, ((64 - drawn.width) // 2, (64 - drawn.height) // 2))
-    return image
 
 
 def _differ(first: dict[str, str], difference: str, rng: np.random.Generator) -> dict[str, str]:
@@ -209,6 +189,11 @@ def _differ(first: dict[str, str], difference: str, rng: np.random.Generator) ->
         return {**first, "kind": kind, "topic": TOPIC_OF[kind]}
     tables = {"color": COLORS, "size": SIZES, "position": POSITIONS, "background": BACKGROUNDS, "texture": TEXTURES}
     return {**first, difference: choose(rng, [value for value in tables[difference] if value != first[difference]])}
+
+
+def article(words: str) -> str:
+    """The words with "a" or "an"."""
+    return f"{'an' if words[0] in 'aeio8' and words != 'one' else 'a'} {words}"
 
 
 def caption(scene: Mapping[str, str], style: str, rng: np.random.Generator) -> str:

@@ -12,10 +12,10 @@ from tiny_clip import symbol_processor
 
 from clip_moe.conversion.processors import load_image_processor
 from clip_moe.data import names, symbols
-from clip_moe.data.drawing import BACKGROUNDS, COLORS, POSITIONS, SIDES, TEXTURES
+from clip_moe.data.drawing import BACKGROUNDS, COLORS, TEXTURES
 from clip_moe.data.names import NAMES
-from clip_moe.data.symbol_kinds import KINDS, TOPICS
-from clip_moe.data.symbols import SYMBOLS
+from clip_moe.data.symbol_kinds import KINDS, TOPICS, _fonts_of, _printed
+from clip_moe.data.symbols import POSITIONS, SIDES, SYMBOLS
 from clip_moe.data.tokenizer import pieces_per_word
 from clip_moe.data.world import build_image_processor
 
@@ -80,9 +80,9 @@ def test_towns_are_distinct():
 def test_the_page_says_how_many_test_drawings_are_training_drawings():
     """Fonts share some outlines."""
     known = []
-    for character, files in symbols._fonts_of("test").items():
-        drawn = {symbols._printed(character, file).tobytes() for file in symbols._fonts_of("train")[character]}
-        known.append([symbols._printed(character, file).tobytes() in drawn for file in files])
+    for character, files in _fonts_of("test").items():
+        drawn = {_printed(character, file).tobytes() for file in _fonts_of("train")[character]}
+        known.append([_printed(character, file).tobytes() in drawn for file in files])
     all_known, some_known = (sum(map(count, known)) for count in (all, any))
     page = (ROOT / "docs" / "worlds.md").read_text(encoding="utf-8")
     said = re.search(r"the test\s+drawings of (\d+) kinds, and some\s+drawings of (\d+) other kinds", page)
