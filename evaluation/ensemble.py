@@ -1,7 +1,6 @@
 """The experts of a mixture, measured together (MoDE)."""
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -16,6 +15,7 @@ from huggingface_hub import snapshot_download
 from clip_moe.conversion.assemble import ENCODER
 from clip_moe.conversion.checkpoints import load_clip_config, load_config, load_mixture
 from clip_moe.engine.hub import hub_options
+from clip_moe.engine.local_names import output_inside
 from clip_moe.evaluation.embedder import Embedder
 from clip_moe.evaluation.sentence_encoders import SentenceEncoder, load_encoder
 from modeling_clip_moe import CLIPMoDEConfig
@@ -146,8 +146,7 @@ def open_model(
     **options: Any,
 ) -> Embedder | Ensemble:
     """A model to be measured: an `Ensemble` of a mixture, an `Embedder` of any other."""
-    folder = os.path.realpath(model)
-    if cache_dir is not None and os.path.isdir(folder) and Path(os.path.realpath(cache_dir)).is_relative_to(folder):
+    if cache_dir is not None and output_inside(cache_dir, str(model)):
         raise ValueError(
             f"{cache_dir} is in the folder of the model {model}, where embeddings would count as its weights: choose a "
             "folder outside it"
