@@ -108,6 +108,9 @@ test-gpu:  ## what needs a GPU
 bench-gpu:  ## speed on a GPU: GPU_PYTHON=python3 make bench-gpu RESULTS=lab/speed/results
 	mkdir -p $(RESULTS)
 	-$(GPU_PYTHON) -m lab.speed.steps block --sizes ViT-B/16 ViT-L/14 --images 1 64 256 --dtype bfloat16 --output $(RESULTS)/block_gpu.md
+	-$(GPU_PYTHON) -m lab.speed.steps block --sizes ViT-L/14 --images 64 --num_experts 8 --ffns 1 --parts 1 2 4 --capacity_factor null --dtype bfloat16 --output $(RESULTS)/parts_gpu.md
+	-$(GPU_PYTHON) -m lab.speed.steps towers --size ViE-L/16 --images 64 --presets moe_vie --dtype bfloat16 --output $(RESULTS)/moe_vie_l16_gpu.md
+	-$(GPU_PYTHON) -m lab.speed.steps inference --size ViE-H/14 --images 1 16 32 64 128 --presets moe_vie --output $(RESULTS)/moe_vie_h14_gpu.md
 	-$(GPU_PYTHON) -m lab.speed.steps inference --output $(RESULTS)/inference_gpu.md
 	-$(GPU_PYTHON) -m lab.speed.steps recipes --size ViT-B/16 --batch 256 --dtype bfloat16 --gradient_checkpointing false --output $(RESULTS)/real_steps_b16_gpu.md
 	-$(GPU_PYTHON) -m lab.speed.steps recipes --size ViT-L/14 --batch 192 --dtype bfloat16 --gradient_checkpointing false --output $(RESULTS)/real_steps_l14_gpu.md

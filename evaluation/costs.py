@@ -15,12 +15,17 @@ from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import sparse_config
 from clip_moe.engine.messages import did_you_mean
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
+from modeling_clip_moe.configuration_moe_vie import ViEConfig
 from modeling_clip_moe.families import longest_text, model_class
 
 
 def _tower(width: int, layers: int, heads: int, **more: int) -> dict[str, int]:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
     return sizes | {"num_attention_heads": heads, **more}
+
+
+def _vie(vision: dict[str, int], text: dict[str, int]) -> tuple[type, dict, dict, dict]:
+    return ViEConfig, vision, text, {"projection_dim": 1024}
 
 
 def _siglip_2(
@@ -46,6 +51,15 @@ SIZES = {
         _tower(1280, 32, 16, patch_size=14),
         _tower(1024, 24, 16, vocab_size=901_629),
         {"projection_dim": 1024},
+    ),
+    # The dense models of facebook/MoEViE-*
+    "ViE-B/16": _vie(_tower(768, 12, 12, intermediate_size=2048), _tower(1024, 24, 16, intermediate_size=2730)),
+    "ViE-L/16": _vie(
+        _tower(1024, 24, 16, intermediate_size=2736, image_size=384), _tower(1024, 24, 16, intermediate_size=2736)
+    ),
+    "ViE-H/14": _vie(
+        _tower(1280, 32, 16, intermediate_size=3413, image_size=448, patch_size=14, num_pooling_heads=16),
+        _tower(1408, 34, 16, intermediate_size=3754),
     ),
 }
 # "Up-Cycling" in CLIP-FMoE's tables

@@ -32,7 +32,7 @@ from clip_moe.evaluation.costs import (
 from clip_moe.training.optimizers import set_trainable
 from modeling_clip_moe.families import FAMILIES, FAMILY_OF_TYPE
 
-OTHER_SIZES = [size for size in SIZES if not size.startswith("ViT")]
+OTHER_SIZES = [size for size in SIZES if not size.startswith(("ViT", "ViE"))]
 
 
 @cache

@@ -9,7 +9,7 @@ from plain_moe_vie import RELEASED, TINY, encode_image, encode_text, random_weig
 
 from clip_moe.conversion.released_moe_vie import loading_rules
 from clip_moe.conversion.rules import apply_rules
-from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
+from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from modeling_clip_moe.configuration_moe_vie import MoEViEConfig, ViEConfig
 from modeling_clip_moe.families import model_class
 
@@ -73,11 +73,13 @@ def test_released_sizes_have_the_papers_parameters_and_the_multiply_adds_of_thei
     sizes = RELEASED[size]
     counts = count_parameters(model := meta_model(config_of(sizes)))
     width, patches, sparse = sizes.width, (sizes.image // sizes.patch) ** 2, sizes.layers - 1
-    attention, dense, one = 4 * width**2 + 2 * patches * width, 3 * width * sizes.ffn, 3 * width * sizes.expert
-    layers = sizes.layers * attention + dense + sparse * ((sizes.top_k + 1) * one + width * sizes.experts)
+    attention, first, one = 4 * width**2 + 2 * patches * width, 3 * width * sizes.ffn, 3 * width * sizes.expert
+    layers = sizes.layers * attention + first + sparse * ((sizes.top_k + 1) * one + width * sizes.experts)
     pooling = 2 * patches * width**2 + 2 * width**2 + 2 * patches * width + 8 * width**2
     image = patches * (3 * sizes.patch**2 * width + layers) + pooling + width * sizes.embedding
     assert count_multiply_adds(model)["image"] == image
+    dense = count_parameters(meta_model(config_of(replace(sizes, experts=0))))
+    assert count_parameters(meta_model(paper_config(f"ViE-{size}"))) == dense
     found = [round(counts[name] / 1e6, 1) for name in ("total", "vision", "vision_activated")]
     assert found == [total, vision, activated]
 

@@ -29,6 +29,7 @@ from clip_moe.evaluation.speed import in_turn, wait_for
 from clip_moe.training.losses import contrastive_loss
 from lab.speed.page import Output, Rounds, cost, machine, median_of, median_ratio, page, seconds, table
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionConfig
+from modeling_clip_moe.families import model_class
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ RECIPES = {
     "CLIP-FMoE, routers": Row("clip_fmoe_sharegpt4v", "clip_fmoe", "clip_fmoe"),
 }
 DIMENSIONS = 768
-Size, Dtype = Literal["ViT-B/32", "ViT-B/16", "ViT-L/14"], Literal["float32", "bfloat16"]
-Presets = Sequence[Literal["clip_up", "clip_moe", "clip_fmoe"]]
+Size = Literal["ViT-B/32", "ViT-B/16", "ViT-L/14", "ViE-B/16", "ViE-L/16", "ViE-H/14"]
+Dtype, Presets = Literal["float32", "bfloat16"], Sequence[Literal["clip_up", "clip_moe", "clip_fmoe", "moe_vie"]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -203,8 +204,8 @@ def vision_towers(dense: CLIPConfig, presets: Presets, device: str) -> dict[str,
     """The vision tower of a dense CLIP and those of sparse ones, with random weights."""
     torch.manual_seed(0)
     with torch.device(device):
-        sparse = {name: CLIPMoEModel(sparse_config(dense, PRESETS[name])).vision_model for name in presets}
-        return {"dense": CLIPModel(dense).vision_model, **sparse}
+        sparse = {name: sparse_config(dense, PRESETS[name]) for name in presets}
+        return {name: model_class(config)(config).vision_model for name, config in ({"dense": dense} | sparse).items()}
 
 
 def towers(
