@@ -13,7 +13,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES, AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils import is_torchvision_available, is_vision_available
 
@@ -62,9 +62,10 @@ def _register(family: Family, model: type[PreTrainedModel]) -> None:
     if tower != "vision_config":
         AutoTokenizer.register(config, getattr(transformers, family.tokenizer), exist_ok=True)
     if tower != "text_config" and is_vision_available():
-        classes = {"pil": getattr(transformers, f"{family.image_processor}Pil")}
-        if is_torchvision_available():
-            classes["torchvision"] = getattr(transformers, family.image_processor)
+        # By library; transformers names none of ViE, and those of MLCD, which are CLIP's, under another type
+        names = IMAGE_PROCESSOR_MAPPING_NAMES.get(family.model_type, IMAGE_PROCESSOR_MAPPING_NAMES["clip"])
+        missing = () if is_torchvision_available() else ("torchvision",)
+        classes = {library: getattr(transformers, name) for library, name in names.items() if library not in missing}
         AutoImageProcessor.register(config, image_processor_classes=classes, exist_ok=True)
 
 

@@ -34,8 +34,8 @@ class Family:
 
     Args:
         dense, sparse: transformers' class and ours; of MoE-ViE, which transformers does not have, two of ours.
-        tokenizer, image_processor: transformers' classes by name, since some need libraries that may not be there; no
-            tokenizer for an image tower alone, which reads no texts.
+        tokenizer: transformers' class by name, since some need libraries that may not be there; None for an image tower
+            alone, which reads no texts.
         sigmoid: whether models have a `logit_bias`, for the sigmoid loss.
         naflex: whether images may have any shape.
         towers: those that become sparse; another one stays dense.
@@ -47,7 +47,6 @@ class Family:
     dense: type[PreTrainedModel]
     sparse: type[PreTrainedModel]
     tokenizer: str | None
-    image_processor: str
     sigmoid: bool = False
     naflex: bool = False
     towers: tuple[str, ...] = ("text", "vision")
@@ -72,43 +71,18 @@ class Family:
 
 
 FAMILIES = (
-    Family("CLIP", CLIPModel, CLIPMoEModel, "CLIPTokenizer", "CLIPImageProcessor"),
-    Family("MetaCLIP 2", MetaClip2Model, MetaClip2MoEModel, "XLMRobertaTokenizer", "CLIPImageProcessor"),
+    Family("CLIP", CLIPModel, CLIPMoEModel, "CLIPTokenizer"),
+    Family("MetaCLIP 2", MetaClip2Model, MetaClip2MoEModel, "XLMRobertaTokenizer"),
+    Family("SigLIP", SiglipModel, SiglipMoEModel, "SiglipTokenizer", sigmoid=True, pooled="last"),
     Family(
-        "SigLIP", SiglipModel, SiglipMoEModel, "SiglipTokenizer", "SiglipImageProcessor", sigmoid=True, pooled="last"
+        "SigLIP 2 (NaFlex)", Siglip2Model, Siglip2MoEModel, "Siglip2Tokenizer", sigmoid=True, naflex=True, pooled="last"
     ),
-    Family(
-        "SigLIP 2 (NaFlex)",
-        Siglip2Model,
-        Siglip2MoEModel,
-        "Siglip2Tokenizer",
-        "Siglip2ImageProcessor",
-        sigmoid=True,
-        naflex=True,
-        pooled="last",
-    ),
-    Family(
-        "Chinese-CLIP",
-        ChineseCLIPModel,
-        ChineseCLIPMoEModel,
-        "BertTokenizer",
-        "ChineseCLIPImageProcessor",
-        towers=("vision",),
-        pooled="first",
-    ),
-    Family(
-        "AltCLIP",
-        AltCLIPModel,
-        AltCLIPMoEModel,
-        "XLMRobertaTokenizer",
-        "CLIPImageProcessor",
-        towers=("vision",),
-        pooled="first",
-    ),
-    Family("MoE-ViE", ViEModel, MoEViEModel, "CLIPTokenizer", "CLIPImageProcessor"),
+    Family("Chinese-CLIP", ChineseCLIPModel, ChineseCLIPMoEModel, "BertTokenizer", towers=("vision",), pooled="first"),
+    Family("AltCLIP", AltCLIPModel, AltCLIPMoEModel, "XLMRobertaTokenizer", towers=("vision",), pooled="first"),
+    Family("MoE-ViE", ViEModel, MoEViEModel, "CLIPTokenizer"),
 )
 # Image towers alone, for LLaVA
-IMAGE_TOWERS = (Family("MLCD", MLCDVisionModel, MLCDMoEVisionModel, None, "CLIPImageProcessor", towers=("vision",)),)
+IMAGE_TOWERS = (Family("MLCD", MLCDVisionModel, MLCDMoEVisionModel, None, towers=("vision",)),)
 # By the `model_type` of a configuration: the classes of whole models, and the families of all models, dense and sparse
 CLASS_OF_TYPE = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
 FAMILY_OF_TYPE = {

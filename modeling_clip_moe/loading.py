@@ -107,7 +107,6 @@ class WholeModelMixin(EncodeMixin):
 
     def __init__(self, config: SparseMoEConfig):
         super(self.dense_class, self).__init__(config)  # not the dense class's own, which builds dense towers
-        self._register_conversions()
         self.text_model = self.text_model_class._from_config(config.text_config)
         self.vision_model = self.vision_model_class._from_config(config.vision_config)
 
@@ -142,11 +141,8 @@ class SparseMoEMixin:
     # The class of layers that replaces those of a family's own tower, which builds dense ones, before weights are drawn
     layer_class: type[SparseEncoderLayer] | None = None
 
-    def __init__(self, config, **kwargs):
-        super().__init__(config, **kwargs)
-        self._register_conversions()
-
     def post_init(self):
+        self._register_conversions()
         if self.layer_class is not None and hasattr(self, "encoder"):
             layers = range(self.config.num_hidden_layers)
             self.encoder.layers = nn.ModuleList([self.layer_class(self.config, i) for i in layers])

@@ -149,10 +149,6 @@ class CLIPMoEGatedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
-def _dense_ffn(config: CLIPMoETowerConfig) -> nn.Module:
-    return CLIPMoEGatedMLP(config) if config.use_gated_mlp else CLIPMLP(config)
-
-
 def _shared_experts(config: CLIPMoETowerConfig) -> nn.Module:
     """The experts that compute every token, as one FFN of all their hidden units (DeepSeekMoE, arXiv:2401.06066)."""
     width = config.num_shared_experts * config.expert_size
@@ -176,7 +172,8 @@ class CLIPMoESparseMoeBlock(nn.Module):
         self.experts._is_expert_parallel = True
         self.experts.has_gate, self.experts.has_bias = config.use_gated_mlp, config.moe_mlp_bias
         self.shared_experts = _shared_experts(config) if config.num_shared_experts else None
-        self.base = _dense_ffn(config) if config.fusion_gate else None
+        dense_ffn = CLIPMoEGatedMLP if config.use_gated_mlp else CLIPMLP
+        self.base = dense_ffn(config) if config.fusion_gate else None
         self.fusion_gate = CLIPMoEFusionGate(config) if config.fusion_gate else None
 
     def forward(self, hidden_states: Tensor, mask: Tensor | None = None) -> Tensor:
