@@ -132,8 +132,7 @@ def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = No
     require_expert([block.config for block in upcycle.sparse_blocks(sparse).values()], expert)
     rules = extraction_rules(sparse.config, expert, scale)
     dense = dense_class(sparse.config)(dense_config(sparse.config)).to(sparse.dtype)
-    shapes = {key: tensor.shape for key, tensor in dense.state_dict().items()}
-    dense.load_state_dict(apply_rules(sparse.state_dict(), shapes, rules))
+    dense.load_state_dict(apply_rules(sparse.state_dict(), dense.state_dict(), rules))
     return dense.eval()
 
 

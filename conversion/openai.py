@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +180,8 @@ def infer_config(
     """The config of a model in OpenAI's naming, from its shapes; heads where not given are width / 64, but for
     `HEAD_WIDTHS`."""
     try:
-        vision_width, _, patch_size, _ = state["visual.conv1.weight"].shape
-        text = tower_sizes(state, "", text_heads, HEAD_WIDTH)
-        vision = tower_sizes(state, "visual.", vision_heads, HEAD_WIDTHS.get(vision_width, HEAD_WIDTH))
+        _, _, patch_size, _ = state["visual.conv1.weight"].shape
+        text, vision = tower_sizes(state, "", text_heads), tower_sizes(state, "visual.", vision_heads)
         grid = math.isqrt(len(state["visual.positional_embedding"]) - 1)
         vocab_size, length = len(state["token_embedding.weight"]), len(state["positional_embedding"])
         projection_dim = state["text_projection"].shape[1]
@@ -205,11 +204,12 @@ def infer_config(
     )
 
 
-def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None, head_width: int) -> dict[str, int]:
-    """The sizes of one tower as transformers' config fields."""
+def tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int | None, up: str = "mlp.c_fc") -> dict[str, int]:
+    """The sizes of one tower as transformers' config fields; `up` is the first layer of its FFNs."""
     block = re.escape(prefix) + r"transformer\.resblocks\.(\d+)\..*"
     layers = {int(match[1]) for key in state if (match := re.fullmatch(block, key))}
-    intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.c_fc.weight"].shape
+    intermediate_size, width = state[f"{prefix}transformer.resblocks.0.{up}.weight"].shape
+    head_width = HEAD_WIDTHS.get(width, HEAD_WIDTH) if prefix else HEAD_WIDTH
     if heads is None and width % head_width:
         raise ValueError(
             f"a width of {width} is not a multiple of {head_width}: put the {FILE} with the heads beside the weights"
@@ -228,8 +228,8 @@ def build(state: Mapping[str, Tensor], **settings) -> CLIPModel:
         kind = state[integers[0]].dtype
         raise ValueError(f"{integers[0]} holds {kind}: use a checkpoint that is not quantized")
     model = CLIPModel(infer_config(state, **settings))
-    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    model.load_state_dict(apply_rules({key: tensor.float() for key, tensor in state.items()}, shapes, RULES))
+    state = {key: tensor.float() for key, tensor in state.items()}
+    model.load_state_dict(apply_rules(state, model.state_dict(), RULES))
     return model.eval()
 
 
@@ -340,6 +340,15 @@ def convert(
         )
     write(build(state, **settings), folder, processor, images)
     verify(state, load_model(CLIPModel, folder))
+
+
+def export(model: PreTrainedModel, needed: Mapping[str, Any], rules: Sequence[Rule]) -> dict[str, Tensor]:
+    """The checkpoint of a model in another layout, in the model's dtype, if all that is `needed` holds: condition ->
+    whether it does."""
+    if unmet := [condition for condition, holds in needed.items() if not holds]:
+        raise ValueError(f"this layout cannot hold the model: {'; '.join(unmet)}")
+    exported = apply_rules(model.state_dict(), None, rules)
+    return {key: tensor.contiguous() for key, tensor in exported.items()}
 
 
 def write_state_dict(state: Mapping[str, Tensor], output: Path, verify: Callable[[dict[str, Tensor]], None]) -> None:

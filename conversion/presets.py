@@ -103,8 +103,9 @@ def changed_preset(name: str, changes: Mapping[PresetField, Any]) -> Preset:
     return dataclasses.replace(PRESETS[name], **changes)
 
 
-def expert_width(width: Width | None, ffn: int) -> int | None:
-    """The width of experts in hidden units; a fraction is one of the FFN's, rounded up."""
+def expert_width(width: Width | Mapping[str, Width] | None, tower: str, ffn: int) -> int | None:
+    """The width of a tower's experts in hidden units; a fraction is one of the FFN's, rounded up."""
+    width = width[tower] if isinstance(width, Mapping) else width
     if not isinstance(width, str):
         return width
     try:

@@ -12,7 +12,7 @@ from clip_moe.conversion.checkpoints import load_model
 from clip_moe.conversion.long_context import POSITIONS
 from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.rules import Rule, apply_rules, renaming
-from clip_moe.conversion.upcycle import architecture
+from clip_moe.conversion.upcycle import whole_config
 from modeling_clip_moe import CLIPMoEConfig, CLIPMoEModel
 
 EXPERT = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.experts\.(\d+)\..*")
@@ -60,27 +60,23 @@ def infer_sparse_config(state: Mapping[str, Tensor], num_experts_per_tok: int = 
     # The first expert of every block stands for an FFN: all else is an OpenAI checkpoint.
     dense = openai.infer_config({key.replace(".experts.0.", ".mlp."): tensor for key, tensor in state.items()})
     matches = [match for key in state if (match := EXPERT.fullmatch(key))]
-    towers = {}
-    for name, config_class in CLIPMoEConfig.sub_configs.items():
-        prefix = "visual." if name == "vision_config" else None
-        experts = [(int(match[2]), int(match[3])) for match in matches if match[1] == prefix]
-        routing = {
-            "num_experts": len({number for _, number in experts}),
-            "num_experts_per_tok": num_experts_per_tok,
-            "norm_topk_prob": True,
-            "moe_layers": sorted({layer for layer, _ in experts}),
-        } if experts else {}  # fmt: skip
-        towers[name] = config_class(**architecture(getattr(dense, name), config_class) | routing)
-    coefficient = PRESETS["clip_moe"].router_aux_loss_coef
-    return CLIPMoEConfig(**towers, projection_dim=dense.projection_dim, router_aux_loss_coef=coefficient)
+    routing = {}
+    for tower, prefix in (("text", None), ("vision", "visual.")):
+        if experts := [(int(match[2]), int(match[3])) for match in matches if match[1] == prefix]:
+            routing[tower] = {
+                "num_experts": len({number for _, number in experts}),
+                "num_experts_per_tok": num_experts_per_tok,
+                "norm_topk_prob": True,
+                "moe_layers": sorted({layer for layer, _ in experts}),
+            }
+    return whole_config(dense, routing, {"router_aux_loss_coef": PRESETS["clip_moe"].router_aux_loss_coef})
 
 
 def build(state: Mapping[str, Tensor], num_experts_per_tok: int = 2) -> CLIPMoEModel:
     """Builds the float32 model of a checkpoint in the authors' layout."""
     state = {key: tensor.float() for key, tensor in openai.normalized(state).items()}
     model = CLIPMoEModel(infer_sparse_config(state, num_experts_per_tok))
-    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
-    model.load_state_dict(apply_rules(state, shapes, LOADING_RULES))
+    model.load_state_dict(apply_rules(state, model.state_dict(), LOADING_RULES))
     return model.eval()
 
 
@@ -98,14 +94,9 @@ def export(model: CLIPMoEModel) -> dict[str, Tensor]:
         "there must be sparse layers": sparse,
         "experts must be as wide as an FFN": all(c.expert_size == c.intermediate_size for c in sparse),
     }
-    unmet = [condition for condition, holds in needed.items() if not holds]
     for field, value in ROUTING.items():
-        if any(getattr(config, field) != value for config in sparse):
-            unmet.append(f"{field} must be {value}")
-    if unmet:
-        raise ValueError(f"this layout cannot hold the model: {'; '.join(unmet)}")
-    exported = apply_rules(model.state_dict(), None, saving_rules(model.config))
-    return {key: tensor.contiguous() for key, tensor in exported.items()}
+        needed[f"{field} must be {value}"] = all(getattr(tower, field) == value for tower in sparse)
+    return openai.export(model, needed, saving_rules(model.config))
 
 
 def convert(checkpoint: Path, folder: Path, num_experts_per_tok: int, processor: str | None) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
+from clip_moe.conversion import openai
 from clip_moe.conversion.checkpoints import load, load_model
 from clip_moe.conversion.open_clip import image_processor_settings
-from clip_moe.conversion.openai import TRANSPOSED, read_state_dict, write, write_state_dict
+from clip_moe.conversion.openai import BLOCKS, TRANSPOSED
 from clip_moe.conversion.rules import Rule, apply_rules, renaming
 from clip_moe.engine.local_names import is_hub_name
 from clip_moe.engine.messages import join_names
@@ -38,10 +39,6 @@ ROUTING = {"scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_fa
 ROUTING |= {"moe_mlp_bias": False, "use_expert_bias": True, "eval_capacity_factor": None}
 THETA = 10_000.0
 # The authors' names, and ours
-BLOCKS = {
-    "transformer.resblocks.{layer}": "text_model.encoder.layers.{layer}",
-    "visual.transformer.resblocks.{layer}": "vision_model.encoder.layers.{layer}",
-}
 RENAMED = {
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
@@ -146,7 +143,7 @@ def infer_config(state: Mapping[str, Tensor], released: Released | None = None) 
         vocab_size, text_width = state["token_embedding.weight"].shape
         projection_dim = state["text_projection"].shape[1]
         vision = MoEViEVisionConfig(
-            **_tower_sizes(state, "visual.", width // head_size),
+            **openai.tower_sizes(state, "visual.", width // head_size, up="mlp.mlp.up_proj"),
             patch_size=patch_size,
             image_size=released.image_size,
             num_pooling_heads=released.pooling_heads,
@@ -158,7 +155,7 @@ def infer_config(state: Mapping[str, Tensor], released: Released | None = None) 
             **ROUTING,
         )
         text = MoEViETextConfig(
-            **_tower_sizes(state, "", released.text_heads),
+            **openai.tower_sizes(state, "", released.text_heads, up="mlp.mlp.up_proj"),
             vocab_size=vocab_size,
             max_position_embeddings=len(state["positional_embedding"]),
             bos_token_id=vocab_size - 2,
@@ -175,20 +172,12 @@ def infer_config(state: Mapping[str, Tensor], released: Released | None = None) 
     return MoEViEConfig(text_config=text, vision_config=vision, projection_dim=projection_dim, router_aux_loss_coef=0.0)
 
 
-def _tower_sizes(state: Mapping[str, Tensor], prefix: str, heads: int) -> dict[str, int]:
-    block = rf"{re.escape(prefix)}transformer\.resblocks\.(\d+)\..*"
-    layers = {int(match[1]) for key in state if (match := re.fullmatch(block, key))}
-    intermediate_size, width = state[f"{prefix}transformer.resblocks.0.mlp.mlp.up_proj.weight"].shape
-    sizes = {"hidden_size": width, "intermediate_size": intermediate_size, "num_hidden_layers": len(layers)}
-    return sizes | {"num_attention_heads": heads}
-
-
 def build(state: Mapping[str, Tensor], released: Released | None = None) -> MoEViEModel:
     """Builds the model of a checkpoint in the authors' layout, in its dtype; `released` where it is none of theirs."""
     config = infer_config(state, released)
     with torch.device("meta"):
-        shapes = {key: tensor.shape for key, tensor in MoEViEModel(config).state_dict().items()}
-    weights = apply_rules(state, shapes, loading_rules(config))
+        target = MoEViEModel(config).state_dict()
+    weights = apply_rules(state, target, loading_rules(config))
     # transformers' own way to a model whose weights are not drawn first: the largest has 4.4 billion
     return MoEViEModel.from_pretrained(None, config=config, state_dict=weights, dtype=state["visual.proj"].dtype).eval()
 
@@ -203,14 +192,10 @@ def export(model: MoEViEModel) -> dict[str, Tensor]:
         f"rope_theta must be {THETA:g}": vision.rope_theta == THETA,
         "the image tower must have sparse layers and shared experts": vision.moe_layers and vision.num_shared_experts,
     }
-    unmet = [condition for condition, holds in needed.items() if not holds]
-    unmet += [f"{name} must be {value}" for name, value in ROUTING.items() if getattr(vision, name) != value]
-    if unmet:
-        raise ValueError(f"this layout cannot hold the model: {'; '.join(unmet)}")
-    exported = apply_rules(model.state_dict(), None, saving_rules(model.config))
+    needed |= {f"{name} must be {value}": getattr(vision, name) == value for name, value in ROUTING.items()}
+    exported = openai.export(model, needed, saving_rules(model.config))
     of_head = frequencies(vision.hidden_size // vision.num_attention_heads).to(model.dtype)
-    exported |= {FREQUENCIES.format(layer=layer): of_head.clone() for layer in range(vision.num_hidden_layers)}
-    return {key: tensor.contiguous() for key, tensor in exported.items()}
+    return exported | {FREQUENCIES.format(layer=layer): of_head.clone() for layer in range(vision.num_hidden_layers)}
 
 
 def require_same(state: Mapping[str, Tensor], model: MoEViEModel) -> None:
@@ -237,15 +222,15 @@ def checkpoint_file(checkpoint: str) -> Path:
 
 def convert(checkpoint: str, folder: Path, processor: str | None, resize_mode: str) -> None:
     """Writes the model of a released checkpoint into a folder, and verifies it."""
-    state = read_state_dict(checkpoint_file(checkpoint))
+    state = openai.read_state_dict(checkpoint_file(checkpoint))
     model = build(state)
     half = [0.5, 0.5, 0.5]
     images = {"mean": half, "std": half, "interpolation": "bicubic", "resize_mode": resize_mode}
-    write(model, folder, processor, image_processor_settings(images, model.config.vision_config.image_size))
+    openai.write(model, folder, processor, image_processor_settings(images, model.config.vision_config.image_size))
     require_same(state, load_model(MoEViEModel, folder))
 
 
 def write_checkpoint(source: str, output: Path) -> None:
     """Writes a model as a file in the format that was released, and verifies it."""
     model = load_model(MoEViEModel, source)
-    write_state_dict(export(model), output, lambda written: require_same(written, model))
+    openai.write_state_dict(export(model), output, lambda written: require_same(written, model))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from clip_moe.engine.messages import NAMES_PER_ERROR, join_names
@@ -55,12 +54,12 @@ def renaming(source: str, target: str | tuple[str, ...], **options) -> Rule:
 
 
 def apply_rules(
-    source: Mapping[str, Tensor], target_shapes: Mapping[str, torch.Size] | None, rules: Sequence[Rule]
+    source: Mapping[str, Tensor], target: Mapping[str, Tensor] | None, rules: Sequence[Rule]
 ) -> dict[str, Tensor]:
-    """Returns the target state dict: exactly the keys and shapes of `target_shapes`, in the source's dtypes.
+    """Returns a state dict with exactly the keys and shapes of `target`, in the source's dtypes.
 
-    The tensors may be views of the source's and of one another. With None for `target_shapes`, the target is whatever
-    the rules lead to: converting it back must show that nothing is missing.
+    The tensors may be views of the source's and of one another. With None for `target`, it is whatever the rules lead
+    to: converting it back must show that nothing is missing.
 
     Raises:
         ValueError: some source key matches no rule or several, or leads to a key the target does not have; some target
@@ -85,9 +84,9 @@ def apply_rules(
     for (rule, targets), keys in jobs.items():
         keys = sorted(keys, key=numerical_order)
         reached.update(targets)
-        if target_shapes is not None and any(target not in target_shapes for target in targets):
+        if target is not None and any(name not in target for name in targets):
             unknown.extend(keys)
-        elif len(keys) > 1 and not rule.merges or any(target in state for target in targets):
+        elif len(keys) > 1 and not rule.merges or any(name in state for name in targets):
             ambiguous.extend(keys)
         else:
             try:
@@ -97,14 +96,14 @@ def apply_rules(
             except (ValueError, RuntimeError, IndexError) as error:
                 shapes = ", ".join(f"{key} {tuple(source[key].shape)}" for key in keys[:NAMES_PER_ERROR])
                 wrong.append(f"{shapes} to {', '.join(targets)} ({error})")
-    target_shapes = {key: tensor.shape for key, tensor in state.items()} if target_shapes is None else target_shapes
+    target = state if target is None else target
     for key, tensor in state.items():
-        if tensor.shape != target_shapes[key]:
-            wrong.append(f"{key} is {tuple(tensor.shape)} and must be {tuple(target_shapes[key])}")
+        if tensor.shape != target[key].shape:
+            wrong.append(f"{key} is {tuple(tensor.shape)} and must be {tuple(target[key].shape)}")
 
     problems = {
         "left over in the source": unknown,
-        "missing from the source": [key for key in target_shapes if key not in reached],
+        "missing from the source": [key for key in target if key not in reached],
         "converted by two rules or from two tensors": ambiguous,
         "of the wrong shape": wrong,
     }

@@ -19,7 +19,7 @@ from clip_moe.conversion.presets import TOWERS, Preset, RoutingField, expert_wid
 from clip_moe.conversion.rules import Rule, apply_rules
 from clip_moe.conversion.verification import compare, distances
 from modeling_clip_moe.configuration_clip_moe import CLIPMoEConfig, CLIPMoETowerConfig, SparseMoEConfig
-from modeling_clip_moe.families import Family, family_of
+from modeling_clip_moe.families import family_of
 from modeling_clip_moe.sparse_moe import CLIPMoESparseMoeBlock
 
 # Tensors of all experts, one expert after the other, and the tensors of dense FFNs that they hold: of CLIP's, and of a
@@ -54,29 +54,24 @@ def architecture(config: PreTrainedConfig, config_class: type[PreTrainedConfig])
 def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str] | None = None) -> SparseMoEConfig:
     """The config of the upcycled model; a tower not in `towers`, those of the preset by default, or that the family has
     dense alone, stays dense."""
-    dense_towers = {tower: config for tower, (_, config) in towers_of(dense).items()}
     family, width = family_of(dense), preset.moe_intermediate_size
     towers = [tower for tower in (preset.towers if towers is None else towers) if tower in family.towers]
-    names = " and ".join(family.towers)
-    faults = [] if towers else [f"of a {family.name} only the {names} tower becomes sparse: name it"]
+    if not towers:
+        raise ValueError(f"of a {family.name} only the {' and '.join(family.towers)} tower becomes sparse: name it")
     for name, value in (("sparse_layers", preset.sparse_layers), ("moe_intermediate_size", width)):
         if isinstance(value, Mapping) and set(value) != set(towers):
-            faults.append(
+            raise ValueError(
                 f"{name} names {', '.join(map(str, value)) or 'no tower'}, but the towers to make sparse are "
                 f"{', '.join(towers)}: name each of them, or change towers"
             )
-    if faults:
-        raise ValueError(faults[0])
     routing = {name: value for name, value in vars(preset).items() if name in SPARSE_FIELDS}
     changes = {
         tower: routing
-        | {"moe_layers": sparse_layers(preset.sparse_layers, tower, config.num_hidden_layers)}
         | {
-            "moe_intermediate_size": expert_width(
-                width[tower] if isinstance(width, Mapping) else width, config.intermediate_size
-            )
+            "moe_layers": sparse_layers(preset.sparse_layers, tower, config.num_hidden_layers),
+            "moe_intermediate_size": expert_width(width, tower, config.intermediate_size),
         }
-        for tower, config in dense_towers.items()
+        for tower, (_, config) in towers_of(dense).items()
         if tower in towers
     }
     config_class = family.sparse.config_class
@@ -85,18 +80,19 @@ def sparse_config(dense: PreTrainedConfig, preset: Preset, towers: Sequence[str]
     settings = {name: getattr(preset, name) for name in ("router_aux_loss_coef", "router_z_loss_coef")}
     if getattr(dense, "shared_encoder", False):
         settings["shared_encoder"] = True
-    return _whole_config(family, dense, changes, settings)
+    return whole_config(dense, changes, settings)
 
 
 def shared_config(dense: CLIPConfig) -> CLIPMoEConfig:
     """The config of a dense CLIP with one encoder for images and texts, in place of two."""
-    return _whole_config(family_of(dense), dense, {}, {"shared_encoder": True})
+    return whole_config(dense, {}, {"shared_encoder": True})
 
 
-def _whole_config(
-    family: Family, dense: PreTrainedConfig, changes: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
+def whole_config(
+    dense: PreTrainedConfig, changes: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> SparseMoEConfig:
-    """The configuration with other fields in its towers (tower -> fields) and on top."""
+    """The sparse configuration of a dense one, with other fields in its towers (tower -> fields) and on top."""
+    family = family_of(dense)
     config_class = family.sparse.config_class
     fields = {name: getattr(dense, name) for name in family.whole_fields} | settings
     for name, tower_class in config_class.sub_configs.items():
@@ -253,6 +249,7 @@ def check_memory(config: SparseMoEConfig) -> None:
         )
 
 
+@torch.no_grad()
 def build_sparse(
     config: SparseMoEConfig,
     source: Mapping[str, Tensor],
@@ -269,24 +266,19 @@ def build_sparse(
             0.02 where the family has none. A fusion gate starts near 1/2.
     """
     check_memory(config)
-    deviations = {prefix: getattr(tower, "initializer_range", 0.02) for prefix, tower in towers_of(config).values()}
     with torch.random.fork_rng(devices=[]):  # building the model draws weights that are all replaced below
         sparse = family_of(config).sparse(config)
-    state = sparse.state_dict()
-    new = {key: tensor for key, tensor in state.items() if any(f".mlp.{part}." in key for part in new_parts)}
     generator = torch.Generator().manual_seed(seed)
-    parts_of = {ffn: experts_of_ffn(tower) for ffn, tower in sparse_ffns(config).items()}
-    for key, tensor in new.items():
-        (std,) = [deviation for prefix, deviation in deviations.items() if re.match(prefix, key)]
-        if key.endswith(".expert_bias"):  # 0 before training
-            continue
-        tensor.normal_(std=std, generator=generator)
-        for ffn, parts in parts_of.items():
-            if re.match(rf"{ffn}\.router\.weight", key):  # the experts of a copy are chosen together
-                rows = tensor[: math.ceil(len(tensor) / parts)]
-                tensor.copy_(rows.repeat_interleave(parts, dim=0)[: len(tensor)])
-    shapes = {key: tensor.shape for key, tensor in state.items() if key not in new}
-    sparse.load_state_dict(new | apply_rules(source, shapes, rules))
+    for block in sparse_blocks(sparse).values():
+        for part in filter(None, (getattr(block, name) for name in new_parts)):
+            for weight in part.parameters():  # an expert bias, which is none of them, is 0 before training
+                weight.normal_(std=getattr(block.config, "initializer_range", 0.02), generator=generator)
+        parts, weight = experts_of_ffn(block.config), block.router.weight
+        copies = weight[: math.ceil(len(weight) / parts)]  # the experts of a copy are chosen together
+        weight.copy_(copies.repeat_interleave(parts, dim=0)[: len(weight)])
+    drawn = tuple(f".mlp.{part}." for part in new_parts)
+    old = {key: tensor for key, tensor in sparse.state_dict().items() if not any(part in key for part in drawn)}
+    sparse.load_state_dict(apply_rules(source, old, rules), strict=False)
     return sparse.to(dtype).eval()
 
 

@@ -38,7 +38,7 @@ def test_the_released_sizes_come_out_of_their_tensors(size):
     assert (vision.moe_layers, vision.image_size) == (list(range(1, sizes.layers)), sizes.image)
     assert (text.num_hidden_layers, text.num_attention_heads) == (sizes.text_layers, sizes.text_heads)
     with torch.device("meta"):
-        expected = {key: tensor.shape for key, tensor in MoEViEModel(config).state_dict().items()}
+        expected = MoEViEModel(config).state_dict()
     found = released_moe_vie.apply_rules(state, expected, released_moe_vie.loading_rules(config))
     assert found.keys() == expected.keys()
 

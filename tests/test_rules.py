@@ -27,7 +27,7 @@ SPLIT = Rule("qkv", ("q", "k", "v"), lambda w: w.chunk(3))
 
 
 @pytest.mark.parametrize(
-    ("source", "target_shapes", "rules", "message"),
+    ("source", "shapes", "rules", "message"),
     [
         (tensors(a=2, b=2), {"a": (2,)}, [Rule("a", "a")], "left over in the source: b"),
         (tensors(ab=2), {}, [Rule("a", "a")], "left over in the source: ab"),  # a rule speaks of a whole key
@@ -43,9 +43,9 @@ SPLIT = Rule("qkv", ("q", "k", "v"), lambda w: w.chunk(3))
          "experts is (2, 2) and must be (3, 2)"),
     ],
 )  # fmt: skip
-def test_weights_that_do_not_fit(source, target_shapes, rules, message):
+def test_weights_that_do_not_fit(source, shapes, rules, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        apply_rules(source, target_shapes, rules)
+        apply_rules(source, tensors(**shapes), rules)
 
 
 def test_names_with_placeholders_lead_there_and_back():
@@ -58,7 +58,7 @@ def test_names_with_placeholders_lead_there_and_back():
 def test_all_problems_are_reported_at_once_and_long_lists_cut():
     source = {f"old.{index}": torch.ones(1) for index in range(20)} | {"a": torch.ones(2)}
     with pytest.raises(ValueError) as error:
-        apply_rules(source, {"a": (3,), "new": (1,)}, [Rule("a", "a")])
+        apply_rules(source, tensors(a=3, new=1), [Rule("a", "a")])
     message = str(error.value)
     assert "old.0, old.1" in message and "and 12 more" in message and "old.8" not in message
     assert "missing from the source: new" in message and "a is (2,) and must be (3,)" in message
