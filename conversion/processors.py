@@ -1,6 +1,5 @@
 """Processors and their halves, tokenizers and image processors: loaded, copied, and held to the model they go with."""
 
-import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -124,14 +123,10 @@ def require_fit(
             end token; or images, or their patches, have another size than the model takes.
     """
     text, vision = config.get_text_config(), getattr(config, "vision_config", config)
-    text_faults = [] if tokenizer is None else _text_faults(text, model, tokenizer)
-    image_faults = [] if image_processor is None else _image_faults(vision, model, image_processor)
-    faults = itertools.chain(
-        (f"the tokenizer of {source} {fault}" for fault in text_faults),
-        (f"the image processor of {source} {fault}" for fault in image_faults),
-    )
-    if fault := next(faults, None):
-        raise ValueError(fault)
+    if tokenizer is not None and (fault := next(_text_faults(text, model, tokenizer), None)):
+        raise ValueError(f"the tokenizer of {source} {fault}")
+    if image_processor is not None and (fault := next(_image_faults(vision, model, image_processor), None)):
+        raise ValueError(f"the image processor of {source} {fault}")
 
 
 def _image_faults(vision: PreTrainedConfig, model: str | Path, image_processor: BaseImageProcessor) -> Iterator[str]:

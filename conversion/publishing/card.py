@@ -56,11 +56,10 @@ def render(
         longest_cut: the most tokens that its tokenizer makes of a text; None: as many as the model takes.
         template: a text with a {} for a label that the model was trained on.
     """
-    results = list(lineage.results.values())
     measured = {
         f"commit {result.get('commit') or 'unknown'}, {result['dtype']}, "
         + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        for result in results
+        for result in lineage.results.values()
     }
     bases = [base_model] if base_model else lineage.bases
     unknown = [] if base_model else [f"{name}, a local folder of unknown lineage" for name in lineage.unknown]
@@ -95,7 +94,6 @@ def render(
         commits=sorted({attempt.commit for attempt in lineage.attempts if attempt.commit}),
         lineage=lineage,
         how_to_read_experts=ExpertSummary.READING,
-        results=results,
         measured=sorted(measured),
         scores=[
             (result, metric, title, _interval(result, metric), _beside(lineage.baselines.get(name), metric))

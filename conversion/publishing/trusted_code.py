@@ -41,11 +41,10 @@ def cleaned(settings: Any, name: Path) -> Any:
 def require_trusted_code(folder: Path) -> None:
     """Raises a ValueError if a file of code is not this package's, to the byte, or a configuration names any other code
     or code that is not beside it."""
-    faults = []
     for path in files_like(folder, ("*.py",)):
         own = next((with_relative_imports(own) for own in OWN_CLASSES.values() if own.name == path.name), "").encode()
         if path.read_bytes() != (own or (CODE[path.name].read_bytes() if path.name in CODE else None)):
-            faults.append(
+            raise ValueError(
                 f"{path} is not this package's: no code is trusted but that of modeling_clip_moe, and of a module that "
                 "--import names"
             )
@@ -53,9 +52,7 @@ def require_trusted_code(folder: Path) -> None:
         settings = read_json(path)
         _, foreign = _cleaned(settings, path)
         if foreign := foreign or [f"{name}, which is not there" for name in missing_code(settings, path.parent)]:
-            faults.append(f"{path} names code that is not this package's: {'; '.join(foreign)}")
-    if faults:
-        raise ValueError(faults[0])
+            raise ValueError(f"{path} names code that is not this package's: {'; '.join(foreign)}")
 
 
 def missing_code(settings: Any, folder: Path) -> list[str]:
