@@ -30,7 +30,7 @@ Dtype = torch.dtype | Literal["auto"]
 # Type of a model that is not accepted -> its kind and the way out
 HINTS = {"clip_mode": " (it is a mixture of whole models, each in a folder of its own in it, such as expert_0)"}
 DENSE = " (it is dense: clip-moe upcycle makes it sparse)"
-SPARSE = " (it is already sparse: clip-moe dense takes one expert out)"
+SPARSE = " (it is already sparse: clip-moe train trains it as it is, and clip-moe dense takes one expert out)"
 HINTS |= {name: DENSE if name == family.model_type else SPARSE for name, family in FAMILY_OF_TYPE.items()}
 import_handed_on()
 

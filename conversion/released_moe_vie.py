@@ -210,7 +210,7 @@ def require_same(state: Mapping[str, Tensor], model: MoEViEModel) -> None:
     ]
     if differing:
         raise ValueError(f"the converted model differs from the checkpoint in {join_names(differing)}")
-    print(f"all {len(back)} tensors come out equal on the way back")
+    print(f"converted back, all {len(back)} tensors equal the checkpoint's")
 
 
 def checkpoint_file(checkpoint: str) -> Path:

@@ -348,8 +348,8 @@ def verify(source: str | Path, folder: Path) -> None:
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale
         inexact += [f"{tower}.{reason}" for reason in inexact_starts(tower_config)]
     if inexact:
-        print(f"the start differs from the dense model in {distances(dense, sparse)}: {'; '.join(inexact)}")
-        print("with whole copies alone:")
+        print(f"the start differs from the dense model in {distances(dense, sparse)}, because of {'; '.join(inexact)}")
+        print("compared with tokens sent to whole copies alone:")
         send_to_copies(sparse)
     compare(dense, sparse)
 

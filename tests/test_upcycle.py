@@ -190,8 +190,8 @@ def test_the_command_says_how_far_an_inexact_start_is_and_which_are_exact(whole,
     upcycled(whole, tmp_path / "31", "moe_vie")
     assert re.search(
         r"differs from the dense model in embeddings of images by [\d.]+ % of their length \(at most [\d.]+ %\), of "
-        r"texts by 0 % .*: vision_config.num_experts: 31 experts of 3 parts: the last copy lacks 2 of its parts "
-        r"\(exact: 30 \+ 1, 33 \+ 1\)\n",
+        r"texts by 0 % .*, because of vision_config.num_experts: 31 experts of 3 parts: the last copy lacks 2 of its "
+        r"parts \(exact: 30 \+ 1, 33 \+ 1\)\n",
         capsys.readouterr().out,
     )
     command("dense", tmp_path / "copy", "--model", tmp_path / "31", "--take", 9)
