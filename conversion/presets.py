@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -106,15 +107,14 @@ def changed_preset(name: str, changes: Mapping[PresetField, Any]) -> Preset:
 def expert_width(width: Width | Mapping[str, Width] | None, tower: str, ffn: int) -> int | None:
     """The width of a tower's experts in hidden units; a fraction is one of the FFN's, rounded up."""
     width = width[tower] if isinstance(width, Mapping) else width
-    if not isinstance(width, str):
+    if width is None or type(width) is int:
         return width
-    try:
-        return math.ceil(Fraction(width) * ffn)
-    except (ValueError, ZeroDivisionError):
+    if not isinstance(width, str) or not re.fullmatch(r"\d+(\.\d+|/0*[1-9]\d*)?", width):
         raise ValueError(
             f"moe_intermediate_size is {width!r}: it must be a number of hidden units, or a fraction of the FFN such "
             "as '1/4'"
-        ) from None
+        )
+    return math.ceil(Fraction(width) * ffn)
 
 
 def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int]:

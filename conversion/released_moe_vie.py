@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ RELEASED = {768: Released(16, 8, 3, 224), 1024: Released(16, 8, 3, 384), 1280: R
 ROUTING = {"scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 1, "fusion_gate": False}
 ROUTING |= {"moe_mlp_bias": False, "use_expert_bias": True, "eval_capacity_factor": None}
 THETA = 10_000.0
+PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # The authors' names, and ours
 RENAMED = {
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
@@ -130,18 +131,22 @@ def infer_config(state: Mapping[str, Tensor], released: Released | None = None) 
     """The configuration of a checkpoint, from its tensors. Whether all of them fit it, the rules tell."""
     expert = re.compile(r"visual\.transformer\.resblocks\.(\d+)\.mlp\.moe\.w2")
     try:
-        width, _, patch_size, _ = state["visual.conv1.weight"].shape
+        width, _, patch_size, _ = _sizes(state, "visual.conv1.weight", 4)
         if released is None and width not in RELEASED:
             widths = ", ".join(map(str, RELEASED))
             raise ValueError(f"an image tower {width} wide is none of MoE-ViE's released ones, which are {widths} wide")
-        released, head_size = released or RELEASED[width], 4 * len(state[FREQUENCIES.format(layer=0)])
+        (pairs,) = _sizes(state, FREQUENCIES.format(layer=0), 1)
+        released, head_size = released or RELEASED[width], 4 * pairs
         layers = sorted(int(match[1]) for match in map(expert.fullmatch, state) if match)
         if not layers:
             raise ValueError("the checkpoint has no experts: MoE-ViE's released ones have some in every layer but 0")
-        experts, _, expert_size = state[f"{MOE.format(layer=layers[0])}.w2"].shape
-        shared_size = len(state[f"{MOE.format(layer=layers[0])}._shared_module.up_proj.weight"])
-        vocab_size, text_width = state["token_embedding.weight"].shape
-        projection_dim = state["text_projection"].shape[1]
+        experts, _, expert_size = _sizes(state, f"{MOE.format(layer=layers[0])}.w2", 3)
+        shared_size, _ = _sizes(state, f"{MOE.format(layer=layers[0])}._shared_module.up_proj.weight", 2)
+        vocab_size, _ = _sizes(state, "token_embedding.weight", 2)
+        length, _ = _sizes(state, "positional_embedding", 2)
+        _, projection_dim = _sizes(state, "text_projection", 2)
+        for prefix in ("", "visual."):
+            _sizes(state, f"{prefix}transformer.resblocks.0.mlp.mlp.up_proj.weight", 2)
         vision = MoEViEVisionConfig(
             **openai.tower_sizes(state, "visual.", width // head_size, up="mlp.mlp.up_proj"),
             patch_size=patch_size,
@@ -157,7 +162,7 @@ def infer_config(state: Mapping[str, Tensor], released: Released | None = None) 
         text = MoEViETextConfig(
             **openai.tower_sizes(state, "", released.text_heads, up="mlp.mlp.up_proj"),
             vocab_size=vocab_size,
-            max_position_embeddings=len(state["positional_embedding"]),
+            max_position_embeddings=length,
             bos_token_id=vocab_size - 2,
             eos_token_id=vocab_size - 1,  # the highest: texts are pooled there
         )
@@ -167,19 +172,38 @@ def infer_config(state: Mapping[str, Tensor], released: Released | None = None) 
             f"not a MoE-ViE in its authors' naming: missing {error.args[0]}; it starts with {names}"
         ) from None
     for key in (key for key in state if key.endswith("rope.freqs")):
-        if not torch.allclose(state[key].float(), frequencies(head_size), rtol=5e-3):  # as far as bfloat16 rounds
+        given, expected = state[key].float(), frequencies(head_size)
+        if given.shape != expected.shape or not torch.allclose(given, expected, rtol=5e-3):  # bfloat16 rounds
             raise ValueError(f"{key} are not the powers of {THETA:g} that released models have")
     return MoEViEConfig(text_config=text, vision_config=vision, projection_dim=projection_dim, router_aux_loss_coef=0.0)
 
 
+def _sizes(state: Mapping[str, Tensor], name: str, axes: int) -> torch.Size:
+    """The shape of a tensor by which others are known. Raises ValueError if it has other axes, or one of size 0."""
+    if state[name].ndim != axes or not state[name].numel():
+        raise ValueError(f"{name} is {tuple(state[name].shape)}: it must have {axes} axes, and none of size 0")
+    return state[name].shape
+
+
+def _precision(state: Mapping[str, Tensor]) -> torch.dtype:
+    """The highest precision of a checkpoint's weights. Raises ValueError if one is quantized or has no data."""
+    for name, tensor in state.items():
+        if tensor.dtype not in PRECISIONS or tensor.is_meta:
+            kind = "no data" if tensor.is_meta else str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} holds {kind}: use a whole checkpoint that is not quantized")
+    kinds = {tensor.dtype for name, tensor in state.items() if not name.endswith(("expert_bias", "rope.freqs"))}
+    return functools.reduce(torch.promote_types, kinds)
+
+
 def build(state: Mapping[str, Tensor], released: Released | None = None) -> MoEViEModel:
-    """Builds the model of a checkpoint in the authors' layout, in its dtype; `released` where it is none of theirs."""
-    config = infer_config(state, released)
+    """Builds the model of a checkpoint in the authors' layout, in its highest precision; `released` where it is none of
+    theirs."""
+    dtype, config = _precision(state), infer_config(state, released)
     with torch.device("meta"):
         target = MoEViEModel(config).state_dict()
     weights = apply_rules(state, target, loading_rules(config))
     # transformers' own way to a model whose weights are not drawn first: the largest has 4.4 billion
-    return MoEViEModel.from_pretrained(None, config=config, state_dict=weights, dtype=state["visual.proj"].dtype).eval()
+    return MoEViEModel.from_pretrained(None, config=config, state_dict=weights, dtype=dtype).eval()
 
 
 def export(model: MoEViEModel) -> dict[str, Tensor]:
@@ -193,6 +217,11 @@ def export(model: MoEViEModel) -> dict[str, Tensor]:
         "the image tower must have sparse layers and shared experts": vision.moe_layers and vision.num_shared_experts,
     }
     needed |= {f"{name} must be {value}": getattr(vision, name) == value for name, value in ROUTING.items()}
+    released = RELEASED.get(vision.hidden_size)
+    untold = text.num_attention_heads, vision.num_pooling_heads, vision.num_experts_per_tok
+    condition = "heads of the text tower, num_pooling_heads and num_experts_per_tok must be those of the released model"
+    needed[f"{condition} of this width, {released}"] = released is None or untold == astuple(released)[:3]
+    needed["texts must be pooled at the highest token id"] = text.eos_token_id in (2, text.vocab_size - 1)
     exported = openai.export(model, needed, saving_rules(model.config))
     of_head = frequencies(vision.hidden_size // vision.num_attention_heads).to(model.dtype)
     return exported | {FREQUENCIES.format(layer=layer): of_head.clone() for layer in range(vision.num_hidden_layers)}
@@ -206,7 +235,7 @@ def require_same(state: Mapping[str, Tensor], model: MoEViEModel) -> None:
     differing += [
         key
         for key, tensor in back.items()
-        if key in state and not key.endswith("rope.freqs") and not torch.equal(tensor, state[key].to(tensor.dtype))
+        if key in state and not key.endswith("rope.freqs") and not torch.equal(tensor.double(), state[key].double())
     ]
     if differing:
         raise ValueError(f"the converted model differs from the checkpoint in {join_names(differing)}")

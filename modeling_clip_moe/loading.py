@@ -29,9 +29,9 @@ from .transformers_internals import (
 
 logger = logging.get_logger(__name__)
 
-# In files, every sparse block has an empty tensor of the first name, or where FFNs are gated, of the second. Dense
-# classes, which look for their FFN there, would take a random one and at most warn if there was nothing: this is an
-# error
+# In files, every sparse block and every gated FFN has an empty tensor of the first name, and a sparse block of a gated
+# tower one of the second. Dense classes, which look for their FFN there, would take a random one and at most warn if
+# there was nothing: this is an error
 SPARSE_LAYER_MARKS = "fc1.weight", "gate_proj.weight"
 # First parts of a whole model's weight names in files; a class with some of these parts ignores the rest
 PARTS = ("text_model.", "vision_model.", "text_projection.", "visual_projection.", "classifier.", "logit_")
@@ -253,9 +253,10 @@ class SparseMoEMixin:
             require_one_encoder(state_dict, tied)
             state_dict |= {name: state_dict[source].clone() for name, source in tied.items() if source in state_dict}
             for name, module in model_to_save.named_modules():
-                if isinstance(module, CLIPMoESparseMoeBlock):
-                    mark = SPARSE_LAYER_MARKS[module.config.use_gated_mlp]
-                    state_dict[f"{name}.{mark}"] = torch.empty(0, dtype=self.dtype)
+                is_sparse, is_gated = (isinstance(module, of) for of in (CLIPMoESparseMoeBlock, CLIPMoEGatedMLP))
+                if is_sparse or is_gated and name.endswith(".mlp"):
+                    marks = SPARSE_LAYER_MARKS[: 2 if is_sparse and module.config.use_gated_mlp else 1]
+                    state_dict |= {f"{name}.{mark}": torch.empty(0, dtype=self.dtype) for mark in marks}
         return state_dict
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):

@@ -6,7 +6,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_clip import assert_same_weights, change_json
-from tiny_clip_moe import dense_clip, inputs, tiny_config, tiny_model
+from tiny_clip_moe import SWIGLU, dense_clip, inputs, tiny_config, tiny_model
 from transformers import CLIPModel
 
 import modeling_clip_moe
@@ -94,14 +94,14 @@ class MyModel(CLIPMoEModel):
     ],
 )
 def test_names_in_files_stay_and_are_clips_own(tmp_path, model_class, clips):
-    """Made here, loaded, or loaded out of a whole model: one class has one set of names. A sparse one is no CLIP."""
+    """Made here, loaded, or loaded out of a whole model: one class has one set of names. Sparse or gated: no CLIP."""
 
     def names(model):
         model.save_pretrained(tmp_path / "again")
         return set(load_file(tmp_path / "again" / "model.safetensors"))
 
-    for moe_layers in ([1, 2], []):
-        tiny_model(moe_layers).save_pretrained(tmp_path / "whole")
+    for moe_layers, gated in (([1, 2], {}), ([1, 2], SWIGLU), ([], SWIGLU), ([], {})):
+        tiny_model(moe_layers, **gated).save_pretrained(tmp_path / "whole")
         whole_outputs = model_class.from_pretrained(tmp_path / "whole")
         expected = names(whole_outputs)
         new = model_class(whole_outputs.config)
@@ -113,7 +113,7 @@ def test_names_in_files_stay_and_are_clips_own(tmp_path, model_class, clips):
         whole_outputs.load_state_dict(load_file(tmp_path / "again" / "model.safetensors"))
         for model in (loaded, whole_outputs):
             assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-        for folder in ("whole", "again") if moe_layers else ():
+        for folder in ("whole", "again") if moe_layers or gated else ():
             with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
                 clips.from_pretrained(tmp_path / folder)
     change_json(tmp_path / "whole" / "config.json", model_type="clip")

@@ -3,7 +3,7 @@
 import pytest
 from transformers import CLIPConfig
 
-from clip_moe.conversion.presets import PRESETS, TOWERS, changed_preset, sparse_layers
+from clip_moe.conversion.presets import PRESETS, TOWERS, changed_preset, expert_width, sparse_layers
 from clip_moe.conversion.upcycle import sparse_config
 
 DENSE = CLIPConfig(text_config={"num_hidden_layers": 12}, vision_config={"num_hidden_layers": 24})  # as ViT-L/14
@@ -60,3 +60,9 @@ def test_presets_that_no_model_fits():
     for field, value in (("sparse_layers", "all"), ("moe_intermediate_size", 24)):
         with pytest.raises(ValueError, match=f"{field} names text, but .* are text, vision"):
             sparse_config(DENSE, changed_preset("clip_moe", {field: {"text": value}}), TOWERS)
+
+
+@pytest.mark.parametrize("width", ["1e99999999", "1/0", "-1/4", "a quarter", 0.25, True], ids=str)
+def test_widths_that_are_no_number_and_no_fraction_are_refused(width):
+    with pytest.raises(ValueError, match="it must be a number of hidden units, or a fraction of the FFN such as '1/4'"):
+        expert_width(width, "vision", 64)

@@ -1,5 +1,6 @@
 """The layout of the released MoE-ViE checkpoints, there and back."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,15 @@ FAULTS = {
     "visual.proj": (r"visual_projection.weight is \(4, 32\) and must be \(16, 32\)", torch.zeros(32, 4)),
     "freqs": ("rope.freqs are not the powers of 10000", torch.ones(4)),
     "surplus": ("left over in the source: surplus", torch.ones(4)),
+    "text_projection": (r"text_projection is \(4,\): it must have 2 axes", torch.ones(4)),
+    "1.mlp.moe.w2": (
+        "w2 holds int8: use a whole checkpoint that is not quantized",
+        torch.ones(7, 32, 11).to(torch.int8),
+    ),
+    "visual.transformer.resblocks.0.attn.attn.out_proj.weight": (
+        "out_proj.weight holds no data",
+        torch.ones(32, 32, device="meta"),
+    ),
 }
 
 
@@ -90,10 +100,30 @@ def test_what_is_no_checkpoint(name, fault):
         build(state, SETTINGS)
 
 
+def test_a_mixed_checkpoint_keeps_its_highest_precision():
+    state = random_weights(TINY, dtype=torch.bfloat16)
+    state["visual.ln_pre.weight"] = torch.full((TINY.width,), 1 + 2.0**-20)
+    model = build(state, SETTINGS)
+    assert model.dtype == torch.float32 and (model.vision_model.pre_layrnorm.weight == 1 + 2.0**-20).all()
+
+
+@pytest.mark.usefixtures("tiny_released")
+@pytest.mark.parametrize("setting", ["num_pooling_heads", "num_experts_per_tok"])
+def test_what_the_file_does_not_tell_must_be_as_released(setting):
+    model = build(random_weights(TINY, dtype=torch.float32), SETTINGS)
+    setattr(model.config.vision_config, setting, 2)
+    with pytest.raises(
+        ValueError, match=rf"must be those of the released model of this width, {re.escape(str(SETTINGS))}"
+    ):
+        export(model)
+
+
 def test_what_the_layout_cannot_express():
     model = build(random_weights(TINY, dtype=torch.float32), SETTINGS)
     model.config.vision_config.scoring_func, model.config.vision_config.rope_theta = "softmax", 100
-    with pytest.raises(ValueError, match="the model: rope_theta must be 10000; scoring_func must be sigmoid"):
+    model.config.text_config.eos_token_id = 3
+    message = "the model: rope_theta must be 10000; scoring_func must be sigmoid; texts must be pooled at the highest"
+    with pytest.raises(ValueError, match=message):
         export(model)
 
 
