@@ -4,7 +4,7 @@ import io
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 import numpy as np
@@ -50,17 +50,17 @@ def grid(lines: int, columns: int, width: float, height: float, **options: Any) 
     return plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained", subplot_kw=options)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write the figure as PNG, or as SVG if its path says so: its text and axes are dark on light pages and light on
-    dark ones."""
+def save(figure: Figure, output: Path | BinaryIO) -> None:
+    """Write the figure as PNG, or to the path of an `.svg` as such: its text and axes are dark on light pages and light
+    on dark ones. The notebook passes an open file."""
     # A new file has another ending until it is whole
-    if ".svg" in path.name:
+    if isinstance(output, Path) and ".svg" in output.name:
         text = io.StringIO()
         with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "a picture is the same in every run"}):
             figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
         picture = text.getvalue().replace(INK, "currentColor")
         start = picture.index(">", picture.index("<svg")) + 1
-        path.write_text(f"{picture[:start]}{PAPER}{picture[start:]}", encoding="utf-8")
+        output.write_text(f"{picture[:start]}{PAPER}{picture[start:]}", encoding="utf-8")
     else:
-        figure.savefig(path, dpi=130, format="png")
+        figure.savefig(output, dpi=130, format="png")
     plt.close(figure)

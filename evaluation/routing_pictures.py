@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import PIL.Image
@@ -83,7 +83,7 @@ def expert_colors(num_experts: int) -> Sequence[Sequence[float]]:
     return plt.get_cmap("gist_ncar")(np.linspace(0, 0.95, num_experts))
 
 
-def draw_patches(routed: RoutedImages, path: Path) -> None:
+def draw_patches(routed: RoutedImages, path: Path | IO[bytes]) -> None:
     """Images, and below each the expert that the router likes best for every patch, and around it, for the class
     token."""
     number, num_experts = len(routed.pixels), routed.probabilities.shape[-1]
