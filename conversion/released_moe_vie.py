@@ -223,8 +223,8 @@ def export(model: MoEViEModel) -> dict[str, Tensor]:
     needed[f"{condition} of this width, {released}"] = released is None or untold == astuple(released)[:3]
     needed["texts must be pooled at the highest token id"] = text.eos_token_id in (2, text.vocab_size - 1)
     exported = openai.export(model, needed, saving_rules(model.config))
-    of_head = frequencies(vision.hidden_size // vision.num_attention_heads).to(model.dtype)
-    return exported | {FREQUENCIES.format(layer=layer): of_head.clone() for layer in range(vision.num_hidden_layers)}
+    powers = frequencies(vision.hidden_size // vision.num_attention_heads).to(model.dtype)
+    return exported | {FREQUENCIES.format(layer=layer): powers.clone() for layer in range(vision.num_hidden_layers)}
 
 
 def require_same(state: Mapping[str, Tensor], model: MoEViEModel) -> None:

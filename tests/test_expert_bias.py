@@ -65,6 +65,10 @@ def test_tokens_that_count_twice_move_biases_alike(update):
     assert torch.equal(counts[1], 2 * counts[0]) and torch.equal(*moved) and moved[0].any(dim=1).all()
 
 
+def test_biases_of_routers_that_do_not_train_stay():
+    assert not ExpertBiases(tiny_model(use_expert_bias=True).requires_grad_(False)).routers
+
+
 def test_a_model_without_biases_is_told(tmp_path):
     with pytest.raises(ValueError, match=r"tuned.expert_bias_update: z_score moves biases of experts, but this model"):
         train(tmp_path, expert_bias_update="z_score")
