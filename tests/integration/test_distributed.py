@@ -21,6 +21,7 @@ from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.data.symbols import SYMBOLS
 from modeling_clip_moe import CLIPMoEModel, CLIPMoEVisionModelWithProjection, loading
+from modeling_clip_moe.modeling_moe_vie import MoEViEModel, ViEModel
 
 # Attention heads of an even number, which two processes can share
 HEADS = {
@@ -32,6 +33,8 @@ PRESET = {
     "clip_fmoe": PRESETS["clip_fmoe"],
     # So little room that training drops many choices: their id E is one that no process has an expert for
     "clip_up": replace(PRESETS["clip_up"], num_experts=4, capacity_factor=1.0),
+    # Gated FFNs without biases, beside a shared one
+    "moe_vie": replace(PRESETS["moe_vie"], num_experts=6, moe_mlp_bias=False, router_aux_loss_coef=0.01),
 }
 NEW = [int(part) for part in transformers.__version__.split(".")[:2]] >= [5, 23]
 # Preset, class, what is split over the two processes. What versions before 5.23 split wrong is in docs/limits.md
@@ -42,6 +45,8 @@ if NEW:
         "ep": ("clip_up", CLIPMoEModel, {"tp_size": 2, "ep_size": 2}),
         "fsdp": ("clip_fmoe", CLIPMoEModel, {"fsdp_size": 2}),
         "fsdp_ep": ("clip_up", CLIPMoEModel, {"fsdp_size": 2, "ep_size": 2}),
+        "vie_tp_ep": ("moe_vie", MoEViEModel, {"tp_size": 2, "ep_size": 2}),
+        "vie_fsdp": ("moe_vie", MoEViEModel, {"fsdp_size": 2}),
     }
 
 
@@ -86,12 +91,12 @@ def worker(folder):
     dist.destroy_process_group()
 
 
-def random_dense() -> CLIPModel:
+def random_dense(model_class: type[CLIPModel | ViEModel]) -> CLIPModel | ViEModel:
     config = CLIPConfig.from_pretrained(BASE).to_dict()
     for tower, fields in HEADS.items():
         config[f"{tower}_config"] |= fields | {"intermediate_size": 256, "num_hidden_layers": 4}
     torch.manual_seed(0)
-    return CLIPModel(CLIPConfig(**config))
+    return model_class(model_class.config_class(**config | {"model_type": model_class.config_class.model_type}))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +104,8 @@ def folder(tmp_path_factory):
     """Models, a batch, and what two processes made of both."""
     folder = tmp_path_factory.mktemp("distributed")
     for name, preset in PRESET.items():  # no bias is zero, no two experts are the same
-        moved(upcycle(random_dense(), preset, seed=0), "mlp", 0, scale=0.01).save_pretrained(folder / name)
+        dense = random_dense(ViEModel if name == "moe_vie" else CLIPModel)
+        moved(upcycle(dense, preset, seed=0), "mlp", 0, scale=0.01).save_pretrained(folder / name)
     rows = SYMBOLS.load("test", "detailed", 8)
     texts, images = list(rows["caption"]), list(rows["image"])
     batch = AutoProcessor.from_pretrained(BASE)(text=texts, images=images, padding=True, return_tensors="pt")
@@ -139,6 +145,7 @@ def test_two_processes_compute_train_and_save_as_one(case, folder):
 def test_each_process_holds_its_part(case, folder):
     *_, sizes = CASES[case]
     split = [".q_proj.", ".k_proj.", ".v_proj.", ".out_proj.weight", ".fc1.", ".fc2.weight"]
+    split += [".gate_proj.", ".up_proj.", ".down_proj.weight"]  # of gated FFNs
     split *= "tp_size" in sizes
     split += [".experts."] * ("ep_size" in sizes)
     if "fsdp_size" in sizes:
@@ -146,10 +153,12 @@ def test_each_process_holds_its_part(case, folder):
     for rank in range(2):
         parts, *_ = torch.load(folder / f"{case}_{rank}.pt")
         if "fsdp_size" in sizes:
-            assert parts.pop("logit_scale", 1 - rank) == 1 - rank  # one number
+            for one_row in ("logit_scale", "vision_model.head.probe"):
+                assert parts.pop(one_row, 1 - rank) == 1 - rank
         for name, part in parts.items():
             # Of an odd number of rows, one process has one more
-            expected = 0.5 if any(key in name for key in split) else 1
+            is_split = any(key in name for key in split) and ("fsdp_size" in sizes or ".head." not in name)
+            expected = 0.5 if is_split else 1
             assert part == pytest.approx(expected, abs=0.05), name
 
 
