@@ -87,26 +87,30 @@ def draw_as_openai(model: PreTrainedModel) -> None:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
             init.normal_(projection.weight, std=width**-0.5)
         init.normal_(layer.self_attn.out_proj.weight, std=added)
-        for (up, _), (down, _) in _ffns(layer):
+        for *first, (down, _) in _ffns(layer):
             init.normal_(down, std=added)
-            init.normal_(up, std=(2 * width) ** -0.5)
+            for up, _ in first:
+                init.normal_(up, std=(2 * width) ** -0.5)
 
     embeddings = model.vision_model.embeddings
     embeddings.patch_embedding.reset_parameters()
     for name in ("class_embedding", "position_embedding.weight"):
-        if (table := dict(embeddings.named_parameters()).get(name)) is not None:  # SigLIP has no class token
+        if (
+            table := dict(embeddings.named_parameters()).get(name)
+        ) is not None:  # ViE has neither, SigLIP no class token
             init.normal_(table, std=embeddings.embed_dim**-0.5)
 
 
-def _ffns(layer: nn.Module) -> list[tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
-    """The weights and biases of the two linear maps of a layer's FFN, of all its experts, or of both."""
+def _ffns(layer: nn.Module) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
+    """The weights and biases of the linear maps of a layer's FFN, of all its experts, or of both; the last one is the
+    map back to the hidden size."""
     mlp = layer.mlp
     is_sparse = isinstance(mlp, CLIPMoESparseMoeBlock)
     dense = filter(None, (mlp.base, mlp.shared_experts)) if is_sparse else (mlp,)
-    ffns = [((ffn.fc1.weight, ffn.fc1.bias), (ffn.fc2.weight, ffn.fc2.bias)) for ffn in dense]
+    ffns = [[(part.weight, part.bias) for part in ffn.children() if isinstance(part, nn.Linear)] for ffn in dense]
     if is_sparse:
         up, up_bias, down, down_bias = mlp.experts.weights()
-        ffns.append(((up, up_bias), (down, down_bias)))
+        ffns.append([(up, up_bias), (down, down_bias)])
     return ffns
 
 

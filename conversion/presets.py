@@ -68,6 +68,8 @@ class Preset:
     towers: tuple[str, ...] = TOWERS
 
 
+# Fields that follow from the experts where these are whole FFNs, trained one by one: their number, and these values
+OF_EXPERTS = {"num_experts": None, "moe_intermediate_size": None, "num_shared_experts": 0, "moe_mlp_bias": True}
 PresetField = Literal[tuple(field.name for field in dataclasses.fields(Preset) if field.name != "towers")]
 PRESETS = {
     # CLIP-UP (https://arxiv.org/abs/2502.00965). z-loss: 0.001 in the text, 0.0001 in its Table 3.

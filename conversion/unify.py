@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from clip_moe.conversion.checkpoints import load_clip, load_sparse
 from clip_moe.conversion.dense import ONLY_EXPERTS, force_expert, set_fusion_gates
-from clip_moe.conversion.presets import PRESETS, TOWERS, Preset
+from clip_moe.conversion.presets import OF_EXPERTS, PRESETS, Preset
 from clip_moe.conversion.rules import Rule, apply_rules
 from clip_moe.conversion.upcycle import build_sparse, expert_tensors, sparse_config, sparse_ffns, upcycling_rules
 from clip_moe.conversion.verification import compare
@@ -28,7 +28,7 @@ def unify(
     base: PreTrainedModel,
     experts: Sequence[PreTrainedModel],
     preset: Preset = PRESETS["clip_moe"],
-    towers: Sequence[str] = TOWERS,
+    towers: Sequence[str] | None = None,
     seed: int = 0,
     base_expert: bool = True,
 ) -> PreTrainedModel:
@@ -38,7 +38,7 @@ def unify(
         base: dense, or with one expert in each sparse layer.
         experts: models of the same kind, in order. Their fusion gates, if any, are averaged.
         preset: for a dense base, which layers are sparse and how they route; for a sparse one `num_experts_per_tok`
-            and whether there are fusion gates. Its `num_experts` does not count.
+            and whether there are fusion gates. The fields in `OF_EXPERTS` follow from the experts.
         towers, seed: see `clip_moe.conversion.upcycle.upcycle`.
         base_expert: whether the FFNs of `base` are expert 0. With a fusion gate they stay beside the experts instead.
 
@@ -56,7 +56,8 @@ def unify(
             settings[tower] |= routing if settings[tower]["moe_layers"] else {}
         config, trained = type(base.config).from_dict(settings), rf"\.{TRAINED_PARTS}"
     else:
-        config, trained = sparse_config(base.config, dataclasses.replace(preset, num_experts=number), towers), ""
+        preset = dataclasses.replace(preset, **OF_EXPERTS | {"num_experts": number})
+        config, trained = sparse_config(base.config, preset, towers), ""
     base_state, parts = base.state_dict(), re.compile(rf"(?:{'|'.join(sparse_ffns(config))}){trained}\.")
     source = {}
     for number, model in enumerate((base, *experts)):
@@ -110,8 +111,8 @@ def require_expert(name: str, base: Mapping[str, Tensor], expert: Mapping[str, T
     ]
     if differing or expert.keys() - base.keys():
         raise ValueError(
-            f"{name} was not trained from this base, or more than an expert was trained: it differs in "
-            f"{join_names(differing + sorted(expert.keys() - base.keys()))}"
+            f"{name} was not trained from this base, or in more than its sparse layers (towers, sparse_layers): it "
+            f"differs in {join_names(differing + sorted(expert.keys() - base.keys()))}"
         )
 
 

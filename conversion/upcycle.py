@@ -306,7 +306,10 @@ def upcycle(
     for ffn, tower in sparse_ffns(config).items():
         biases = [key for key, tensor in state.items() if re.match(rf"{ffn}\..*bias$", key) and tensor.any()]
         if biases and not tower.moe_mlp_bias:
-            raise ValueError(f"moe_mlp_bias is False, but {biases[0]} is not zero: leave moe_mlp_bias out")
+            raise ValueError(
+                f"moe_mlp_bias is False, but {biases[0]} is not zero in the dense model: leave moe_mlp_bias out, and "
+                "experts keep their parts of it"
+            )
         experts_per_ffn, is_shared = experts_of_ffn(tower), tower.norm_topk_prob or tower.scoring_func == "softmax"
         # Weights that sum to 1 are shared out among the experts of an FFN, which have to sum to it
         if is_shared and "routed_scaling_factor" not in (routing or {}).get(tower.base_config_key, {}):

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoProcessor, CLIPModel, PreTrainedTokenize
 
 from clip_moe.conversion.publishing.lineage import Lineage
 from clip_moe.data.tokenizer import learn_tokenizer
-from modeling_clip_moe import CLIPMoEModel
+from modeling_clip_moe import CLIPMoEModel, MoEViEModel, ViEModel
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,21 @@ def test_weights_are_those_of_the_seed_or_as_large_as_openai_draws_them(run):
     found = {name: model.get_parameter(f"{name}.weight").std().item() for name in deviations}
     assert found == pytest.approx(deviations, rel=0.2)
     assert before.vision_model.embeddings.position_embedding.weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
+def test_a_vie_from_scratch_trains_dense_and_sparse(run):
+    vie = DENSE | {"name": "vie", "family": "vie", "openai_weights": True}
+    sparse = vie | {"name": "sparse", "preset": "moe_vie"}
+    output = run(
+        [vie, sparse, TRAIN | {"name": "dense", "model": "vie"}, TRAIN | {"name": "moe_vie", "model": "sparse"}]
+    )
+    for start, trained, model_class in (("vie", "dense", ViEModel), ("sparse", "moe_vie", MoEViEModel)):
+        assert type(AutoModel.from_pretrained(output / trained)) is model_class
+        assert not same_weights(output / start, output / trained)
+        ffn = [
+            weights(output / start)[f"text_model.encoder.layers.0.mlp.{part}_proj.weight"] for part in ("up", "down")
+        ]
+        assert [weight.std().item() for weight in ffn] == pytest.approx([32**-0.5, 16**-0.5 / 2], rel=0.2)
 
 
 @pytest.mark.parametrize(

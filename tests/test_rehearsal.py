@@ -65,6 +65,7 @@ AT_ONCE = {
     "field of a preset": ({"sparse.changes.num_expert": 2}, "sparse.changes.num_expert: .*did you mean 'num_experts'"),
     "range": ({"trained.max_steps": 0}, "trained.max_steps: Input should be greater than 0"),
     "settings that need others": ({"dense.changes.num_experts": 4}, "dense: num_experts: of sparse models alone"),
+    "no shared SigLIP": ({"dense.family": "siglip", "dense.shared_encoder": True}, "shared_encoder: a SigLIP always"),
     "settings that exclude others": ({"mixture.captions": None}, "mixture: set both clusters and captions, or neither"),
     "images by tfidf": ({"sentences.what": "images"}, "sentences: tfidf embeds captions only: set what: captions"),
     "weights of no caption": (

@@ -27,9 +27,9 @@ class InitializeStage(ModelStage):
 
     kind: ClassVar[str] = "initialize"
 
-    # The family of the model: SigLIP has the sigmoid loss.
-    family: Literal["clip", "metaclip_2", "siglip"] = "clip"
-    # Fields of the family's text configuration in transformers; the tokenizer sets those of the vocabulary. With a
+    # The family of the model: SigLIP has the sigmoid loss; ViE is the dense model of MoE-ViE.
+    family: Literal["clip", "metaclip_2", "siglip", "vie"] = "clip"
+    # Fields of the family's text configuration; the tokenizer sets those of the vocabulary. With a
     # preset, also the fields that an upcycle stage takes there.
     text_config: dict[str, JsonValue]
     # The same for images.
@@ -60,6 +60,7 @@ class InitializeStage(ModelStage):
         sparse = [*self.changes, *(["towers"] if set(self.towers) != {"text", "vision"} else [])]
         refuse(
             (self.processor is None and self.tokenizer is None, "a processor or a tokenizer must be given"),
+            (self.shared_encoder and self.family == "siglip", "shared_encoder: a SigLIP always has two encoders"),
             (self.preset is None and sparse, f"{', '.join(sorted(sparse))}: of sparse models alone; set preset"),
         )
         return self

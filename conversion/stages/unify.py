@@ -4,21 +4,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from clip_moe.conversion.model_stage import ModelStage
-from clip_moe.conversion.presets import PRESETS, PresetField, changed_preset
+from clip_moe.conversion.presets import OF_EXPERTS, PRESETS, PresetField, changed_preset
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Model
 
-# Fields of a preset that do not follow from the experts
-CHANGEABLE = tuple(
-    field
-    for field in get_args(PresetField)
-    if field not in ("num_experts", "moe_intermediate_size", "num_shared_experts")
-)
+CHANGEABLE = tuple(field for field in get_args(PresetField) if field not in OF_EXPERTS)
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -45,11 +40,16 @@ class UnifyStage(ModelStage):
     preset: Literal[tuple(PRESETS)] = "clip_moe"
     # Make the FFNs of `model` expert 0. With a fusion gate they stay beside the experts instead.
     base_expert: bool = True
-    # Which towers become sparse, if they are not yet.
-    towers: list[Literal["text", "vision"]] = Field(default_factory=lambda: ["text", "vision"])
-    # Fields of the preset to change, as in an upcycle stage; `experts` sets the number of experts. For models that are
-    # already sparse, only num_experts_per_tok and fusion_gate.
+    # Which towers become sparse, if they are not yet. None: those of the preset.
+    towers: list[Literal["text", "vision"]] | None = None
+    # Fields of the preset to change, as in an upcycle stage; the number of experts and what they are follow from
+    # `experts`. For models that are already sparse, only num_experts_per_tok and fusion_gate.
     changes: dict[Literal[CHANGEABLE], Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _take_towers(self):
+        self.towers = [*PRESETS[self.preset].towers] if self.towers is None else self.towers
+        return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.checkpoints import load_clip, load_model
@@ -62,7 +62,7 @@ class UnifyStage(ModelStage):
         base = load_clip(inputs.model)
         if sparse_towers(base.config):
             settled = sorted(set(self.changes) - {"num_experts_per_tok", "fusion_gate"})
-            settled += ["towers"] if set(self.towers) != {"text", "vision"} else []
+            settled += ["towers"] if set(self.towers) != set(preset.towers) else []
             if base.config.vision_config.fusion_gate and self.changes.get("fusion_gate") is False:
                 settled += ["fusion_gate"]
             if settled:
