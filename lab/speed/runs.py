@@ -1,11 +1,13 @@
 """Time of the front page's models, whether --rehearse predicts a run, and whether runs survive kills.
 
 OMP_NUM_THREADS=1 python -m lab.speed.runs names --output lab/speed/results/names_training_cpu.md
+OMP_NUM_THREADS=1 python -m lab.speed.runs clock --output lab/speed/results/names_clock_cpu.md
 """
 
 import contextlib
 import io
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -78,20 +81,32 @@ FRONT_PAGE = {
     "CLIP-UP, 16 wide, 32 experts": ("clip_up_names_long", "seed_model", "clip_up_32"),
 }
 UNTRAINED = ("initialized", "upcycled_8", "upcycled_32", "initialized_30")
+# Inputs of names_clock.yaml
+DENSE = {"begin": "seed_model"}
+PARTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": "1/4"}
+SPARSE = {
+    "CLIP-UP": {},
+    "4 of 32 quarters": PARTS,
+    "4 of 64 quarters": PARTS | {"num_experts": 64},
+}
 # Steps of two runs, whose difference is that of the steps alone
 FEW_STEPS, MORE_STEPS = 2, 42
 System = Literal[*SYSTEMS]
 
 
-def step_costs() -> dict[str, tuple[float, int]]:
-    """Stage of the front page -> the processor's seconds for a step, and multiply-adds for a picture and a text."""
-    trained = dict.fromkeys(stage for _, *stages in FRONT_PAGE.values() for stage in stages)
-    short, seconds, uses = {"defaults.train.data.num_samples": 2048, "defaults.train.warmup_steps": 0}, {}, {}
+def step_costs(
+    recipe_name: str,
+    untrained: Sequence[str],
+    trained: Sequence[str],
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, tuple[float, int]]:
+    """Trained stage -> the processor's seconds for a step, and multiply-adds for a picture and a text."""
+    seconds, uses = {}, {}
     for steps in (MORE_STEPS, FEW_STEPS):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             lengths = {f"{stage}.max_steps": steps for stage in trained}
-            recipe = load_recipe(recipe_file("clip_up_names_long"), {"output_dir": folder, **short, **lengths})
-            for stage in wanted_stages(recipe, [*UNTRAINED, *trained], None):
+            recipe = load_recipe(recipe_file(recipe_name), {"output_dir": folder, **changes, **lengths})
+            for stage in wanted_stages(recipe, [*untrained, *trained], None):
                 started = time.process_time()
                 run_recipe(recipe, only=[stage.name])
                 seconds[stage.name, steps] = time.process_time() - started
@@ -104,7 +119,9 @@ def step_costs() -> dict[str, tuple[float, int]]:
 
 def time_names(*, output: Output = None, rounds: Rounds = 3) -> str:
     """Seconds and multiply-adds of the models of the front page's table: steps of each kind, timed in turn."""
-    costs = [step_costs() for _ in range(rounds)]
+    trained = dict.fromkeys(stage for _, *stages in FRONT_PAGE.values() for stage in stages)
+    short = {"defaults.train.data.num_samples": 2048, "defaults.train.warmup_steps": 0}
+    costs = [step_costs("clip_up_names_long", UNTRAINED, list(trained), short) for _ in range(rounds)]
     step = {stage: min(cost[stage][0] for cost in costs) for stage in costs[0]}
     rows, reference = [], None
     for row, (name, *stages) in FRONT_PAGE.items():
@@ -121,6 +138,58 @@ def time_names(*, output: Output = None, rounds: Rounds = 3) -> str:
         table(["model", "recipe", "steps", "seconds of training", "multiply-adds of training", "of use"], rows),
         f"Seconds of the processor, steps times the least of {rounds} rounds' means; "
         f"{machine()}. Multiply-adds of training: over the first row's. Of use: for one picture and one text.",
+    )
+
+
+def clock_shapes() -> dict[str, dict[str, Any]]:
+    """Name of a model -> its inputs of `names_clock.yaml`, without steps and rates."""
+    dense = {
+        f"dense, {width} wide, {pairs} pairs": {"width": width, "ffn_width": 4 * width, "pairs": pairs} | DENSE
+        for width in (24, 30, 36, 44)
+        for pairs in (256, 512, 1024)
+    }
+    return dense | {
+        f"{name}, {pairs} pairs": {"pairs": pairs} | shape for name, shape in SPARSE.items() for pairs in (512, 1024)
+    }
+
+
+def time_clock(*, output: Output = None, rounds: Rounds = 2) -> str:
+    """Steps of each shape in the seconds of CLIP-UP on the front page, and the commands to run them."""
+    trained, step = ("seed_model", "model"), {}
+    for _ in range(rounds):
+        for name, shape in clock_shapes().items():
+            short = shape | {f"{stage}.warmup_steps": 0 for stage in trained}
+            short |= {f"{stage}.data.num_samples": 2048 for stage in trained}
+            costs = step_costs("names_clock", ("initialized", "upcycled"), trained, short)
+            seconds = step.setdefault(name, dict.fromkeys(costs, math.inf))
+            seconds.update({stage: min(seconds[stage], costs[stage][0]) for stage in costs})
+    reference = step["CLIP-UP, 1024 pairs"]
+    seed_seconds, seconds = 1000 * reference["seed_model"], 3000 * reference["model"]
+    rows, commands = [], []
+    for name, shape in clock_shapes().items():
+        if shape.get("begin") == "seed_model":
+            seed_share = (seed_seconds + seconds) / 5
+            width = shape["width"]
+            rates = [(rate / 2, rate) for rate in (0.256 / width, 0.256 / width * 2 / 3)]
+        else:
+            seed_share, rates = seed_seconds, [(6.0e-3, rate) for rate in (1.6e-2, 2.4e-2)]
+        seed_steps = round(seed_share / step[name]["seed_model"])
+        steps = round((seed_seconds + seconds - seed_share) / step[name]["model"])
+        milliseconds = [f"{step[name][stage] * 1000:.1f}" for stage in ("seed_model", "model")]
+        rows.append([name, *milliseconds, f"{seed_steps:,} + {steps:,}"])
+        for number, (seed_rate, rate) in enumerate(rates):
+            changes = shape | {"seed_steps": seed_steps, "steps": steps}
+            changes |= {"seed_rate": f"{seed_rate:.2e}", "rate": f"{rate:.2e}"}
+            folder = f"runs/clock/{name.replace(', ', '_').replace(' ', '_')}_{number}"
+            flags = " ".join(f"--{key} {value}" for key, value in changes.items())
+            commands.append(f"clip-moe run --config lab/recipes/names_clock.yaml {flags} --output_dir {folder}")
+    return page(
+        output,
+        "# Names by the clock",
+        table(["model", "ms a step of the seed model", "of the model", "steps"], rows),
+        f"The least of {rounds} rounds' means, in processor time; {machine()}. All train for "
+        f"{seed_seconds + seconds:.0f} s.",
+        "```bash\n" + "\n".join(commands) + "\n```",
     )
 
 
@@ -265,5 +334,5 @@ if __name__ == "__main__":
     run_program(
         "python -m lab.speed.runs",
         __doc__,
-        {"names": time_names, "rehearsal": compare_rehearsals, "kills": kill_runs},
+        {"names": time_names, "clock": time_clock, "rehearsal": compare_rehearsals, "kills": kill_runs},
     )
