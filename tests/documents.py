@@ -58,6 +58,7 @@ SMALLER = {
     "--stages captions,clusters,expert_1,expert_2,expert_3,expert_4,mode",
     "--config lab/recipes/llava_symbols.yaml": "--projector.max_steps 2 --instructed.max_steps 2 "
     "--defaults.train_llava.data.num_samples 64",
+    "clip-moe train runs/moe-vie-tuned": "--max_steps 2",
     "data.draw symbols": "--number 64",
     "clip-moe finetune": "--global_batch_size 16 --dense_tuned.num_epochs 1 --sparse_tuned.num_epochs 1 "
     "--report.max_rows 32",

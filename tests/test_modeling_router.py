@@ -93,12 +93,21 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("norm_topk_prob", "norm_before_capacity"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize(("capacity_factor", "group_size"), [(None, 6), (0.75, 6), (1.25, 2)])
+# Whether weights are normalized, and whether before capacity; a capacity factor, and the size of its groups
+NORMS, CAPACITIES = [(False, False), (True, False), (True, True)], [(None, 6), (0.75, 6), (1.25, 2)]
+# All pairs, and all triples of capacity, norm and padding
+CASES = [
+    pytest.param(scores, *capacity, *NORMS[(i + j) % 3], (i // 3 + j) % 2, id=f"{name}-{capacity[0]}")
+    for i, (name, scores) in enumerate(SCORES.items())
+    for j, capacity in enumerate(CAPACITIES)
+]
+
+
+@pytest.mark.parametrize(
+    ("scores", "capacity_factor", "group_size", "norm_topk_prob", "norm_before_capacity", "padded"), CASES
+)
 def test_block_equals_a_loop_over_tokens(
-    capacity_factor, group_size, norm_topk_prob, norm_before_capacity, padded, scores
+    scores, capacity_factor, group_size, norm_topk_prob, norm_before_capacity, padded
 ):
     norm = {"norm_topk_prob": norm_topk_prob, "norm_before_capacity": norm_before_capacity}
     block = tiny_block(capacity_factor=capacity_factor, capacity_group_size=group_size, **norm, **scores).train()

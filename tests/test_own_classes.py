@@ -5,6 +5,7 @@ import json
 import pytest
 from documents import ROOT
 from programs import run_program
+from several_processes import run_processes
 
 import clip_moe
 from clip_moe.conversion.own_classes import import_models
@@ -31,7 +32,7 @@ def test_a_class_of_ones_own_in_every_command(tmp_path):
         ("train", tuned, "--model", sparse, *data, "--learning_rate", 1e-4, *IMPORT),
         ("publish", tuned, "user/noisy", "--dry_run", tmp_path / "there", "--license", "mit", *IMPORT),
     ]
-    printed = [run_program(tmp_path, "-m", "clip_moe", *command) for command in commands]
+    printed = [run_processes(1, clip_moe.main, [str(word) for word in command]) for command in commands]
     assert "\n    import examples.noisy_clip\n" in printed[0]  # how to load it
     assert json.loads((sparse / "config.json").read_text())["model_type"] == "noisy_clip"
     assert (tmp_path / "there" / "noisy_clip.py").is_file()

@@ -22,7 +22,8 @@ def installed(tmp_path_factory) -> Path:
 def test_each_file_that_code_reads_is_in_it_and_no_package_is_called_training(installed):
     assert {path.name for path in installed.iterdir()} == {"clip_moe", "modeling_clip_moe"}
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-    rooms = {path.name for path in (installed / "clip_moe").iterdir() if path.is_dir()} - {"model_cards"}
+    rooms = {path.name for path in (installed / "clip_moe").iterdir() if path.is_dir()}
+    rooms -= {"model_cards", "__pycache__"}
     assert rooms == {path.name for path in (ROOT / "clip_moe").iterdir() if path.is_symlink()}
     expected = {path for path in listed.stdout.splitlines() if path.split("/")[0] in rooms}
     assert {path for path in expected if not (installed / "clip_moe" / path).is_file()} == set()
@@ -37,23 +38,35 @@ def own_names(folder):
 
 
 IMPORTS = ["import app, conversion, data, engine, evaluation, training", "from clip_moe import load_recipe, upcycle"]
-OWN_AND_OURS = """
-assert all(module.OWN for module in (app, conversion, data, engine, evaluation, training))
-assert upcycle.__module__ == "clip_moe.conversion.upcycle" and load_recipe.__module__ == "clip_moe.engine.recipe"
-assert not {"app", "data"} & set(vars(sys.modules["clip_moe.engine.recipe"])) and sys.path[1:] == before
+# Each case is a copy of a process that has imported what takes seconds
+CASES = f"""
+import os, sys
+import transformers.models.clip.modeling_clip
+
+for place in sys.argv[1:]:
+    for imports in {IMPORTS}, {IMPORTS[::-1]}:
+        if os.fork():
+            assert os.wait()[1] == 0, (place, imports)
+            continue
+        sys.path[1:1] = [place] if place else []
+        before = sys.path[1:]
+        exec("\\n".join(imports))
+        assert all(module.OWN for module in (app, conversion, data, engine, evaluation, training))
+        assert upcycle.__module__ == "clip_moe.conversion.upcycle"
+        assert load_recipe.__module__ == "clip_moe.engine.recipe"
+        assert not {{"app", "data"}} & set(vars(sys.modules["clip_moe.engine.recipe"])) and sys.path[1:] == before
+        assert sys.modules["clip_moe"].__file__.startswith(place)
+        os._exit(0)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [1, -1], ids=["own_first", "ours_first"])
-@pytest.mark.parametrize("place", ["checkout", "editable", "wheel"])
-def test_own_modules_and_ours_have_their_names(place, order, installed, tmp_path):
-    """A script in a folder with its own `data.py`, `training.py`, ...; no import changes `sys.path`."""
+def test_own_modules_and_ours_have_their_names(installed, tmp_path):
+    """A script in a folder with its own `data.py`, `training.py`, ..., imported before ours and after, in a checkout,
+    an editable installation (as tests run in) and a wheel; no import changes `sys.path`."""
     own_names(tmp_path)
-    program = "\n".join(["import sys", "before = sys.path[1:]", *IMPORTS[::order], OWN_AND_OURS])
-    (tmp_path / "script.py").write_text(program)
-    paths = {"checkout": str(ROOT), "editable": "", "wheel": str(installed)}  # tests run in an editable installation
-    run_program(tmp_path, "script.py", PYTHONPATH=paths[place])
+    (tmp_path / "script.py").write_text(CASES)
+    run_program(tmp_path, "script.py", ROOT, "", installed, PYTHONPATH="")
 
 
 def test_the_script_of_recipes_runs_in_a_checkout_that_is_not_installed(tmp_path):
