@@ -9,6 +9,15 @@ from clip_moe.engine.settings import STRICT
 from clip_moe.engine.stage import Stage
 
 
+def file_fault(name: str) -> str | None:
+    """What is wrong with a setting that names a file of weights; None: nothing."""
+    path = Path(name)
+    if path.is_file() and path.stat().st_size:
+        return None
+    found = "is an empty file" if path.is_file() else "is a folder" if path.is_dir() else "does not exist"
+    return f"{name} {found}: name a file of weights, saved with torch.save or as .safetensors"
+
+
 @dataclass(config=STRICT, kw_only=True)
 class ModelStage(Stage):
     """A stage whose folder is a model, which other stages may read as one."""
@@ -37,11 +46,12 @@ class ModelStage(Stage):
         config = load_config(directory)
         auto = "AutoModelForImageTextToText" if config.model_type == "llava" else "AutoModel"
         module = type(config).__module__  # of a model of one's own, what --import named
-        module = "modeling_clip_moe" if module.startswith(("modeling_clip_moe.", "transformers.")) else module
+        is_ours = module.startswith("modeling_clip_moe.") or config.model_type == "llava"
+        module = "modeling_clip_moe" if is_ours else module
+        needed = "" if module.startswith("transformers.") else f"    import {module}\n"  # a dense CLIP needs none
         return (
             "\nLoad the model with\n\n"
-            f"    import {module}\n"
-            f"    from transformers import {auto}\n"
+            f"{needed}    from transformers import {auto}\n"
             f'    model = {auto}.from_pretrained("{directory}")\n'
         )
 

@@ -145,14 +145,14 @@ def inexact_starts(config: CLIPMoETowerConfig) -> list[str]:
     each reason with the nearest numbers that would. Empty where it does."""
     parts, number, chosen = experts_of_ffn(config), config.num_experts, config.num_experts_per_tok
     shared, reasons = f" + {config.num_shared_experts}" if config.num_shared_experts else "", []
-    for name, value, least, most, lack, beside in (
-        ("num_experts", number, chosen, math.inf, "the last copy lacks", shared),
-        ("num_experts_per_tok", chosen, 1, number, "the last copy of a token lacks", ""),
+    for name, value, least, most, copy, beside in (
+        ("num_experts", number, chosen, math.inf, "the last copy of the FFN", shared),
+        ("num_experts_per_tok", chosen, 1, number, "a token's last copy of the FFN", ""),
     ):
         if rest := value % parts:
             exact = [f"{near}{beside}" for near in (value - rest, value - rest + parts) if least <= near <= most]
-            lacks = f"{value} experts of {parts} parts: {lack} {parts - rest} of its parts"
-            reasons.append(f"{name}: {lacks} (exact: {', '.join(exact)})")
+            lacks = f"{name} {value} leaves {copy} without {parts - rest} of its {parts} parts"
+            reasons.append(f"{lacks} ({' or '.join(exact)} would be exact)")
     return reasons
 
 
@@ -351,7 +351,8 @@ def verify(source: str | Path, folder: Path) -> None:
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale
         inexact += [f"{tower}.{reason}" for reason in inexact_starts(tower_config)]
     if inexact:
-        print(f"the start differs from the dense model in {distances(dense, sparse)}, because of {'; '.join(inexact)}")
+        off = distances(dense, sparse)
+        print(f"before training, embeddings differ from the dense model's {off}, since {' and '.join(inexact)}")
         print("compared with tokens sent to whole copies alone:")
         send_to_copies(sparse)
     compare(dense, sparse)

@@ -81,8 +81,8 @@ def distances(expected: PreTrainedModel, converted: PreTrainedModel, batch_size:
     for name, of in (whole if is_clip(converted.config) else {"pooler_output": "images"}).items():
         first, second = (output[name] for output in outputs)
         shares = 100 * (second - first).norm(dim=-1) / first.norm(dim=-1)
-        described.append(f"{of} by {shares.mean():.3g} % of their length (at most {shares.max():.3g} %)")
-    return f"embeddings of {', of '.join(described)}"
+        described.append(f"by {shares.mean():.3g} % of their length (at most {shares.max():.3g} %) for {of}")
+    return " and ".join(described)
 
 
 def compare(

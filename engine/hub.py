@@ -98,7 +98,7 @@ def _reason(error: Exception, name: str, repo_type: str, endpoint: str) -> OSErr
     if isinstance(error, RepositoryNotFoundError):
         way_out = "correct the name, or log in with `hf auth login` if it is private"
         return FileNotFoundError(f"{nothing}, and no such {repo_type} on the Hub: {way_out}")
+    way_out = "or name a copy on this machine"
     if isinstance(error, OfflineModeIsEnabled):
-        return ConnectionError(f"{nothing}, and it is not in the cache of the Hub: unset HF_HUB_OFFLINE to download it")
-    way_out = "connect to it, or name a folder"
-    return ConnectionError(f"{nothing}, and the Hub cannot be reached ({one_line(error)}): {way_out}")
+        return ConnectionError(f"{nothing}, and it is not in the cache of the Hub: unset HF_HUB_OFFLINE, {way_out}")
+    return ConnectionError(f"{nothing}, and the Hub cannot be reached ({one_line(error)}): connect to it, {way_out}")

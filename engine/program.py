@@ -39,7 +39,10 @@ def end(call: Callable[[], str | None], is_all: bool) -> None:
     with one_line_errors():
         result = call()
         if result and is_first_process():
-            print(result)
+            try:
+                print(result, flush=True)
+            except BrokenPipeError:  # the reader, such as `head`, has what it wants; Python flushes again at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if is_all:
         sys.exit()
 

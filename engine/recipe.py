@@ -6,7 +6,7 @@ Unknown keys, wrong types and contradictions raise a `RecipeError` that names th
 import copy
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -228,9 +228,25 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def validated(kind: type, settings: Any, path: str | Path) -> Any:
     """Settings as an object of their class. Raises RecipeError with a line for each that is wrong."""
     try:
-        return TypeAdapter(kind).validate_python(settings)
+        made = TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
         raise RecipeError.of(path, (_fault(wrong, kind, settings) for wrong in error.errors())) from error
+    if faults := list(_truth_values(settings, made)):
+        raise RecipeError.of(path, faults)
+    return made
+
+
+def _truth_values(given: Any, made: Any, place: str = "") -> Iterator[str]:
+    """Faults of settings that are True or False where a number belongs: pydantic makes 1 or 0 of them."""
+    if isinstance(given, bool) and type(made) in (int, float):
+        words = "yes, on and true" if given else "no, off and false"
+        yield f"{place.removeprefix('stages.')}: takes a number, but YAML reads {words} as {given}: write a number"
+    if isinstance(given, list) and isinstance(made, list):
+        names = [str(part.get("name", at)) if isinstance(part, dict) else str(at) for at, part in enumerate(given)]
+        given, made = dict(zip(names, given, strict=True)), dict(zip(names, made, strict=False))
+    parts = made if isinstance(made, dict) else getattr(made, "__dict__", {})
+    for key, value in given.items() if isinstance(given, dict) else ():
+        yield from _truth_values(value, parts.get(key), f"{place}.{key}" if place else f"{key}")
 
 
 def _fault(error: dict[str, Any], kind: type, settings: Any) -> str:
@@ -240,7 +256,10 @@ def _fault(error: dict[str, Any], kind: type, settings: Any) -> str:
         stage = settings["stages"][place[1]]
         if isinstance(stage, dict):
             kind, place = stage_class(stage["stage"]), [stage["name"], *place[2:]]
-    if error["type"] == "literal_error":
+    if error["type"] == "missing":
+        is_flag = kind is not RecipeFile and all(isinstance(key, str) for key in place)
+        message = "is required: set it" + (f", as by --{'.'.join(place)}" if is_flag else "")
+    elif error["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
         message += did_you_mean(str(error["input"]), choices)
     elif error["type"] == "unexpected_keyword_argument":

@@ -134,7 +134,7 @@ def _named_labels(labels: list[int | str], feature: Any, column: str, classes: S
     # Numbers stand for the column's own names, if it has some: of folders, those that this split happens to have
     is_declared = isinstance(feature, ClassLabel)
     numbers = [label for label in labels if label is not None] if is_declared else labels
-    if all(isinstance(label, int) for label in numbers):
+    if all(type(label) is int for label in numbers):
         name_of = dict(enumerate(feature.names if is_declared else classes))
         labels = ["" if label is None else name_of.get(label, label) for label in labels]
     unknown = sorted(map(str, set(labels) - set(classes) - ({""} if is_declared else set())))

@@ -150,8 +150,8 @@ class CLIPMoETowerConfig(PublishedConfig):
             "moe_intermediate_size": (width is None or width >= 1, "at least 1"),
             "num_shared_experts": (self.num_shared_experts >= 0, "at least 0"),
             "moe_layers": (
-                all(0 <= layer < num_layers for layer in self.moe_layers),
-                f"between 0 and {num_layers - 1}",
+                all(0 <= layer < num_layers and self.moe_layers.count(layer) == 1 for layer in self.moe_layers),
+                f"different layers between 0 and {num_layers - 1}",
             ),
             "norm_before_capacity": (
                 self.norm_topk_prob or not self.norm_before_capacity,

@@ -129,7 +129,7 @@ class CLIPMoETextModel(CLIPMoEPreTrainedModel):
         """
         Args:
             input_ids: (B, S).
-            attention_mask: (B, S), 1 for a token and 0 for padding, which no expert computes.
+            attention_mask: (B, S), 1 for a token and 0 for padding, on the right as in CLIP, which no expert computes.
             position_ids: (B, S).
         """
         if attention_mask is not None and attention_mask.shape != input_ids.shape:

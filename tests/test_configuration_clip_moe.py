@@ -33,6 +33,7 @@ def test_towers_have_the_fields_and_defaults_of_clip(config_class, stock_class):
         {"num_experts_per_tok": 5, "num_experts": 4},
         {"num_experts_per_tok": 0},
         {"moe_layers": [3, 12]},
+        {"moe_layers": [1, 1]},
         {"capacity_factor": 0},
         {"capacity_factor": float("nan")},
         {"eval_capacity_factor": 0.0},

@@ -91,7 +91,8 @@ def test_a_folder_without_a_test(tmp_path, dense, capsys):
     assert first.startswith(f"**{verdict['verdict']}** ")
     assert verdict["use"].split(",")[0] in ("base", "dense", "sparse")
     assert "R@1 image→text (3 captions to choose from): base" in learned and "(6 pictures to choose from)" in learned
-    assert first in told and re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
+    assert first in told and told.splitlines()[-1] == first.replace("**", "")
+    assert re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
     folder = re.search(r"[uU]se `(.+)`", first)[1]
     assert Path(folder).parent in (output, dense.parent) and Path(folder).is_dir()
     for task, metric, line in (("learned", "image_to_text_recall@1", learned), ("symbols_pairs", "group", kept)):
@@ -274,6 +275,13 @@ def test_a_picture_that_cannot_be_read_is_left_out_before_the_test_is_held_out(t
     rows = datasets.load_from_disk(split(tmp_path, data, dense))
     captions = {*rows["train"]["caption"], *rows["test"]["caption"]}
     assert len(captions) == 119 and "number 7" not in captions
+
+
+def test_a_sparse_model_is_refused_before_the_pictures_are_read(tmp_path, sparse):
+    data = pictures(tmp_path / "data", NUMBERS[:40])
+    with pytest.raises(SystemExit, match="upcycled: .* already sparse"):
+        finetune(data, tmp_path / "out", sparse)
+    assert not (tmp_path / "out" / "pictures").exists()
 
 
 def test_a_step_of_one_pair_is_refused(tmp_path, dense):

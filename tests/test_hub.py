@@ -159,9 +159,9 @@ FAULTS = {
     "missing": f"there is no folder {B32}, and no such model on the Hub: correct the name, or log in with `hf auth",
     "private": f"there is no folder {B32}, and no such model on the Hub: correct the name, or log in with `hf auth",
     "gated": f"{B32} is gated: accept its terms at http://127.0.0.1:[0-9]+/{B32}, and log in with `hf auth login`$",
-    "offline": f"there is no folder {B32}, and it is not in the cache of the Hub: unset HF_HUB_OFFLINE to download it$",
-    "refused": f"there is no folder {B32}, and the Hub cannot be reached .*: connect to it, or name a folder",
-    "no such server": f"there is no folder {B32}, and the Hub cannot be reached .*: connect to it, or name a folder",
+    "offline": f"there is no folder {B32}, and it is not in .*: unset HF_HUB_OFFLINE, or name a copy on this machine$",
+    "refused": f"there is no folder {B32}, and the Hub cannot be reached .*: connect to it, or name a copy",
+    "no such server": f"there is no folder {B32}, and the Hub cannot be reached .*: connect to it, or name a copy",
 }
 
 

@@ -31,7 +31,7 @@ from tiny_clip import change_json
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from clip_moe.conversion.commands import publish
-from clip_moe.conversion.publishing.card import _stage_row
+from clip_moe.conversion.publishing.card import _presets, _stage_row
 from clip_moe.conversion.publishing.lineage import DataOrigin, Lineage
 from clip_moe.data import names
 from clip_moe.data.symbols import KINDS
@@ -39,6 +39,9 @@ from clip_moe.data.worlds import world
 from clip_moe.engine.files import read_json
 from clip_moe.engine.provenance import ANSWER, Record
 from clip_moe.engine.result_schema import results_mark
+from modeling_clip_moe import CLIPMoEConfig
+from modeling_clip_moe.configuration_moe_vie import MoEViEConfig
+from modeling_clip_moe.families import family_of
 
 made, run  # noqa: B018, fixtures
 
@@ -348,6 +351,9 @@ def test_a_card_names_the_method():
         "models ['base', 'tuned'], weights [0.5, 0.5]",
         "bias -10",
     ]
+    released, vie = Lineage(stages={"vie": Record(stage={"stage": "released_moe_vie"})}), family_of(MoEViEConfig())
+    assert (_presets(released, vie), _presets(Lineage(), vie)) == (["moe_vie"], [])
+    assert _presets(Lineage(), family_of(CLIPMoEConfig())) == ["clip_up", "clip_moe", "clip_fmoe"]
 
 
 def told(**lineage):

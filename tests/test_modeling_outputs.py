@@ -101,6 +101,9 @@ def test_padding_does_not_change_an_embedding():
         input_ids[1:, 1] = torch.tensor([9, 11])
         attention_mask = F.pad(short["attention_mask"], (0, 6)).repeat(3, 1)
         torch.testing.assert_close(model.encode_text(input_ids, attention_mask)[:1], expected)
+    left = [F.pad(tokens, (6, 0), value=value) for tokens, value in zip(short.values(), (17, 0), strict=True)]
+    moved = model.get_text_features(*left, position_ids=F.pad(torch.arange(4), (6, 0))[None])
+    torch.testing.assert_close(moved.pooler_output, expected)
 
 
 def test_attention_mask_of_another_shape_is_refused():

@@ -125,6 +125,7 @@ def test_labels_of_every_sort(tmp_path, labels, features, classes, captions):
         (["10", "9"], ["9", "10"], "classes has '9', a label .*: give a file of names"),
         ([0, 1], ["id,name", "0,cat", "1,dog"], "2 of 3 classes have a number .*, and 'id,name' has none: number all"),
         ([0, 1], ["0,cat", "0,dog", "1,emu"], "2 of 3 classes have a number of their own .*, and '0,cat' has none"),
+        ([False, True], ["cat", "dog"], "column label has labels that are not classes: False, True; the classes"),
         ([0, 1], ["1,cat", "2,dog"], "column label has labels that are not classes: 0; .* but are 1, 2"),
         (["one", "one"], None, "classes needs two or more distinct names, got 'one'"),
     ],

@@ -107,11 +107,12 @@ def test_planted_code_neither_runs_nor_is_published(ran, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_bundled_model_is_published_with_this_code():
+def test_the_bundled_model_is_published_with_this_code(capsys):
     """In a process without the package, it passes its self-test there."""
     folder, package = ROOT / "training" / "name_clip_moe", ROOT / "modeling_clip_moe"
     assert all(path.resolve() == package / path.name for path in folder.glob("*.py"))
     bundle.verify(folder)
+    assert "computes the same without this package: largest relative difference " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

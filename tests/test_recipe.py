@@ -123,6 +123,13 @@ def test_kinds_and_their_help_import_nothing_heavy(tmp_path):
         assert run_program(tmp_path, "-c", code, *arguments).endswith("set()\n"), arguments
 
 
+def test_help_ends_quietly_where_nobody_reads_on(tmp_path):
+    code = (
+        "import subprocess as s, sys; p = s.Popen([sys.executable, '-m', 'clip_moe', '--help'], stdout=-1, stderr=-1)"
+    )
+    assert run_program(tmp_path, "-c", f"{code}; p.stdout.close(); print(p.stderr.read(), p.wait())") == "b'' 0\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -134,6 +141,8 @@ def test_kinds_and_their_help_import_nothing_heavy(tmp_path):
         (changed("output_dir: out", "output_dir: ''"), "output_dir"),
         (changed("output_dir: out", "output_dir: out\noutput_dir: other"), "line 2: duplicate key output_dir"),
         (changed("output_dir: out", "output_dir: ~/runs"), "output_dir: ~/runs: only a shell expands ~"),
+        (changed("model: dense, ", ""), "has a fault: sparse.model: is required: set it, as by --sparse.model$"),
+        (changed("max_steps: 20", "max_steps: yes"), "tuned.max_steps: takes a number, but YAML reads yes, .* as True"),
         (changed("max_steps: 20", "max_steps: 020"), "YAML reads 020 as a different number"),
         (f"inputs: {{seed: 2}}\n{RECIPE}", "the input seed has the name of a recipe key or a stage"),
         ("", "recipe: Input should be a valid dictionary"),

@@ -161,6 +161,15 @@ def test_a_repository_on_the_hub_is_read_at_its_commit(hub, tmp_path, monkeypatc
     assert "facebook/nothing" in error
 
 
+def test_what_is_no_file_of_weights_is_named_with_its_setting(tmp_path):
+    (tmp_path / "empty.pt").touch()
+    kinds = ("openai", "archive"), ("released-clip-moe", "checkpoint"), ("released-moe-vie", "checkpoint")
+    for kind, setting in kinds:
+        for name, fault in (("none.pt", "does not exist"), ("empty.pt", "is an empty file"), ("", "is a folder")):
+            error = error_of(clip_moe.main, kind, tmp_path / "out", f"--{setting}", tmp_path / name)
+            assert f"out.{setting}: {tmp_path / name} {fault}: name a file of weights" in error
+
+
 def test_other_widths_and_pickles_of_code_are_refused(tmp_path):
     torch.save(random_weights(TINY, dtype=torch.float32), tmp_path / "tiny.pt")
     error = error_of(clip_moe.main, "released-moe-vie", tmp_path / "model", "--checkpoint", tmp_path / "tiny.pt")

@@ -123,7 +123,7 @@ WRONG = {
     "no value": (["out", "--model"], "--model needs a value"),
     "no flag": (["out", "x"], "unexpected argument 'x': settings are written --SETTING VALUE"),
     "two values": (["out", "--model", "x", "y"], "--model takes one value, got x y"),
-    "missing": (["out", "--model", "x"], "data: Field required"),
+    "missing": (["out", "--model", "x"], "data: is required: set it, as by --data$"),
     "octal": (["out", "--model", "x", "--seed", "010"], "--seed .*YAML reads 010 as a different number"),
     "base 60": (["out", "--model", "x", "--seed", "1:30"], "--seed .*YAML reads 1:30 as a different number"),
     "two spellings": (["out", "--batch-size", "2", "--batch_size", "3"], "--batch_size takes one value, got 2 3"),

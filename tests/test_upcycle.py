@@ -189,18 +189,20 @@ def test_gated_experts_have_the_rows_of_the_gate_first_and_may_do_without_biases
 def test_the_command_says_how_far_an_inexact_start_is_and_which_are_exact(whole, tmp_path, capsys):
     upcycled(whole, tmp_path / "31", "moe_vie")
     assert re.search(
-        r"differs from the dense model in embeddings of images by [\d.]+ % of their length \(at most [\d.]+ %\), of "
-        r"texts by 0 % .*, because of vision_config.num_experts: 31 experts of 3 parts: the last copy lacks 2 of its "
-        r"parts \(exact: 30 \+ 1, 33 \+ 1\)\n",
+        r"embeddings differ from the dense model's by [\d.]+ % of their length \(at most [\d.]+ %\) for images and "
+        r"by 0 % .* for texts, since vision_config.num_experts 31 leaves the last copy of the FFN without 2 of its 3 "
+        r"parts \(30 \+ 1 or 33 \+ 1 would be exact\)\n",
         capsys.readouterr().out,
     )
     command("dense", tmp_path / "copy", "--model", tmp_path / "31", "--take", 9)
+    assert "Load the model with\n\n    from transformers import AutoModel\n" in capsys.readouterr().out
     arguments = "dense", tmp_path / "rest", "--model", tmp_path / "31", "--take"
     assert "there is no expert 10, only 0, 1, " in error_of(clip_moe.main, *arguments, 10)
     upcycled(whole, tmp_path / "4", "moe_vie", "--changes.num_experts", 30, "--changes.num_experts_per_tok", 4)
-    assert "num_experts_per_tok: 4 experts of 3 parts: the last copy of a token lacks 2 of its parts (exact: 3, 6)" in (
-        capsys.readouterr().out
+    lacks = (
+        "num_experts_per_tok 4 leaves a token's last copy of the FFN without 2 of its 3 parts (3 or 6 would be exact)"
     )
+    assert lacks in capsys.readouterr().out
     sparse = CLIPMoEModel.from_pretrained(tmp_path / "31")
     sparse.config.vision_config.routed_scaling_factor = 1
     with pytest.raises(ValueError, match="tokens have 3 of 31, whose weights sum to 1, not 3 as after upcycling"):

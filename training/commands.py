@@ -111,8 +111,7 @@ def finetune(
         *overrides,
     )
     options = dict(config=RECIPES / "finetune.yaml", output_dir=output)
-    text = run(*flags, **options, plan=plan, rehearse=rehearse, rehearse_batch=rehearse_batch)
-    return text if plan or rehearse or rehearse_batch else None  # else the report has said which model to load
+    return run(*flags, **options, plan=plan, rehearse=rehearse, rehearse_batch=rehearse_batch)
 
 
 @command

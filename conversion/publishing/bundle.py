@@ -208,8 +208,7 @@ import torch
 from self_test import self_test
 from transformers import AutoModel
 model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float32)
-for name, difference in self_test(model).items():
-    print(f"relative difference of the {name}: {difference:.3g}")
+print(f"computes the same without this package: largest relative difference {max(self_test(model).values()):.2g}")
 """
 
 

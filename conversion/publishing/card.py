@@ -19,7 +19,7 @@ from clip_moe.engine.provenance import Record, duplicates_line
 from clip_moe.engine.result_schema import ExpertSummary
 from modeling_clip_moe import CLIPMoDEConfig
 from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import family_of, longest_text
+from modeling_clip_moe.families import Family, family_of, longest_text
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
 # Texts of examples, of what knows photos and of what knows something else
@@ -67,7 +67,7 @@ def render(
     is_mixture, is_sparse = isinstance(config, CLIPMoDEConfig), isinstance(config, SparseMoEConfig)
     families = list(dict.fromkeys(family_of(model) for model in experts or [config]))
     custom_code = is_mixture or is_sparse or families[0].has_own_dense
-    papers = [config.model_type] if is_mixture else _presets(lineage) if is_sparse else []
+    papers = [config.model_type] if is_mixture else _presets(lineage, families[0]) if is_sparse else []
     examples = _examples(lineage, bases)
     is_initialized = any(record.stage.get("stage") == "initialize" for record in lineage.stages.values())
     return ModelCard.from_template(
@@ -140,10 +140,11 @@ def _metadata(
     )
 
 
-def _presets(lineage: Lineage) -> list[str]:
-    """Keys of papers to cite for a sparse model: where the preset is unknown, all of sparse CLIPs."""
-    presets = [record.stage.get("preset") for record in lineage.stages.values()]
-    return [key for key in sorted(citations()) if key in presets] or ["clip_up", "clip_moe", "clip_fmoe"]
+def _presets(lineage: Lineage, family: Family) -> list[str]:
+    """Keys of papers to cite for a sparse model; without a known one, all of sparse CLIPs, if it is a CLIP's family."""
+    names = [record.stage.get(key) for record in lineage.stages.values() for key in ("preset", "stage")]
+    known = [key for key in sorted(citations()) if key in names or f"released_{key}" in names]
+    return known or ([] if family.has_own_dense else ["clip_up", "clip_moe", "clip_fmoe"])
 
 
 def _examples(lineage: Lineage, bases: list[str]) -> list[str]:

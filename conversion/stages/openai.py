@@ -1,5 +1,6 @@
 """The stage that reads OpenAI's and open_clip's weights."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar, Literal
@@ -7,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.conversion.model_stage import ModelStage
+from clip_moe.conversion.model_stage import ModelStage, file_fault
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
 
@@ -34,6 +35,9 @@ class OpenAIStage(ModelStage):
     processor: str | None = None
     # Load a TorchScript archive that OpenAI did not publish.
     trust_archive: bool = False
+
+    def faults(self, output_dir: Path) -> Iterator[tuple[str, str | None]]:
+        yield "archive", file_fault(self.archive)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.openai import convert

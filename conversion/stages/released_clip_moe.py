@@ -1,5 +1,6 @@
 """The stage that reads and writes the checkpoints of CLIP-MoE's authors."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -7,7 +8,7 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.conversion.model_stage import ModelStage
+from clip_moe.conversion.model_stage import ModelStage, file_fault
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT
 
@@ -29,6 +30,9 @@ class ReleasedCLIPMoEStage(ModelStage):
     num_experts_per_tok: int = Field(default=2, gt=0)
     # Folder or hub name whose processor is saved with the model.
     processor: str | None = None
+
+    def faults(self, output_dir: Path) -> Iterator[tuple[str, str | None]]:
+        yield "checkpoint", file_fault(self.checkpoint)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.released_clip_moe import convert

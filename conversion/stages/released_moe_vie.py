@@ -1,5 +1,6 @@
 """The stage that reads the checkpoints of MoE-ViE's authors."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar, Literal
@@ -7,8 +8,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from clip_moe.conversion.model_stage import ModelStage
+from clip_moe.conversion.model_stage import ModelStage, file_fault
 from clip_moe.engine.context import Context
+from clip_moe.engine.local_names import is_hub_name
 from clip_moe.engine.settings import STRICT
 
 
@@ -32,6 +34,10 @@ class ReleasedMoEViEStage(ModelStage):
     # How an image becomes a square: its center, as in the authors' demo, or the whole of it, squeezed, as in their
     # evaluation. Their numbers are the better of both.
     resize_mode: Literal["shortest", "squash"] = "shortest"
+
+    def faults(self, output_dir: Path) -> Iterator[tuple[str, str | None]]:
+        if self.checkpoint.endswith((".pt", ".safetensors")) or not is_hub_name(self.checkpoint):
+            yield "checkpoint", file_fault(self.checkpoint)
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
         from clip_moe.conversion.released_moe_vie import convert

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from clip_moe.engine.files import read_text, write_text
 from clip_moe.engine.markdown import escape
 from clip_moe.engine.provenance import ANSWER, OVERVIEW, trainings
 from clip_moe.engine.settings import STRICT, Reads
@@ -50,6 +51,9 @@ class AnswerStage(EvaluateStage):
             raise ValueError(f"models needs rows base, dense and sparse, but has no {', '.join(missing)}")
         return self
 
+    def usage(self, directory: Path) -> str:
+        return read_text(directory / "report.md").split("\n\n")[1].replace("**", "")  # the verdict, after the title
+
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         from datasets import load_from_disk
 
@@ -73,7 +77,6 @@ class AnswerStage(EvaluateStage):
     ) -> tuple[str, dict]:
         import torch
 
-        from clip_moe.engine.files import read_text, write_text
         from clip_moe.evaluation.answer import answer
         from clip_moe.evaluation.ensemble import open_model
         from clip_moe.evaluation.examples import examples_table, find_examples
