@@ -1,5 +1,6 @@
 """Set before torch and huggingface_hub are imported, here and in the processes that tests start."""
 
+import copy
 import functools
 import gc
 import os
@@ -76,6 +77,24 @@ def hub(monkeypatch, tmp_path_factory):
     yield HUB
     HUB.online(False)
     HUB.clear()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def tokenizers_of_this_session():
+    """A world's tokenizer is learned once a process: that is half of what it takes to make a tiny model."""
+    from clip_moe.data.world import World
+
+    learn, learned = World.build_tokenizer, {}
+
+    def build_tokenizer(world, length):
+        key = world.texts, world.vocabulary, length
+        if key not in learned:
+            learned[key] = learn(world, length)
+        return copy.deepcopy(learned[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "build_tokenizer", build_tokenizer)
+        yield
 
 
 @pytest.fixture
