@@ -25,7 +25,7 @@ KIT_TOOLS := build==1.6.1 ipykernel==7.4.0 mkdocs-material nbclient==0.11.0 twin
 SPACE_MODEL ?= training/name_clip_moe
 IN_KIT := cd build/kit && HF_HUB_OFFLINE=1 $(CURDIR)/$(KIT)/bin
 
-.PHONY: kit wheel site notebook space release app demo test test-all test-gpu test-slow test-lab test-integrations test-lowest check style docs bench bench-gpu
+.PHONY: kit wheel site notebook space release app demo test test-gpu test-slow test-lab test-integrations test-lowest check style docs bench bench-gpu
 
 $(STAMP): setup.py constraints.txt
 	@echo "Making .venv with the versions of constraints.txt; from PyPI, torch and its CUDA libraries are most of 6 GB"
@@ -60,13 +60,10 @@ app: $(APP)/installed  ## a page for a model: make app MODEL=runs/symbols/sparse
 
 # Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where
 # processes share cores, spinning costs several times the time, and where one has them alone, it saves time.
-demo test test-all test-slow test-lab test-integrations test-lowest: export OMP_WAIT_POLICY := PASSIVE
+demo test test-slow test-lab test-integrations test-lowest: export OMP_WAIT_POLICY := PASSIVE
 
 test: $(STAMP)  ## all tests that need no GPU, except the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
-
-test-all: $(STAMP)  ## test and test-slow in one session, which imports, collects and waits for the last file once
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not gpu"
 
 test-slow: $(STAMP)  ## runs on two processes, killed runs, full disks and random damage
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "slow and not gpu"

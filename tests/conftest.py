@@ -21,12 +21,6 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items):
-    """Files with slow tests run first, so that no process waits at the end for a long one."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 def pytest_collection_finish():
     """Garbage collection need not look through modules that are imported by now."""
     gc.freeze()
