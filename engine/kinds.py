@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 # Room -> its kinds, in the order of docs/settings.md
 KINDS_OF_ROOM = {
-    "conversion": "openai released_clip_moe export_clip_moe released_moe_vie export_moe_vie llava initialize "
+    "conversion": "openai released_clip_moe released_moe_vie export_released llava initialize "
     "long_context upcycle unify average dense",
     "data": "tokenizer",
     "training": "split captions embed cluster train train_experts train_data_expert train_router assemble",
@@ -19,6 +19,7 @@ KINDS = {kind: room for room, kinds in KINDS_OF_ROOM.items() for kind in kinds.s
 FORMER = {
     **dict.fromkeys(("cluster_fine", "cluster_coarse", "select"), "cluster"),
     **dict.fromkeys(("features", "embed_captions"), "embed"),
+    **dict.fromkeys(("export_clip_moe", "export_moe_vie"), "export_released"),
     "add_experts": "lab.methods.more_experts:MoreExpertsStage",
     "mixture": "lab.mixture:MixtureStage",
     "train_long_clip": "lab.methods.long_clip:TrainLongCLIPStage",

@@ -23,7 +23,7 @@ COMMANDS = {
     "llava": lambda s: ["--model", s / "llava", "--tower", s / "sparse"],
     "openai": lambda s: ["--archive", s / "openai.safetensors", "--processor", s / "dense"],
     "released-clip-moe": lambda s: ["--checkpoint", s / "released.safetensors", "--processor", s / "dense"],
-    "export-clip-moe": lambda s: ["--model", s / "heads_of_64"],
+    "export-released": lambda s: ["--model", s / "heads_of_64"],
 }
 
 

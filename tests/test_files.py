@@ -167,7 +167,7 @@ def test_a_signal_as_soon_as_a_file_is_there_leaves_nothing(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("size", [0, 500, 30_000], ids=["not even the lock", "no configuration", "no weights"])
-@pytest.mark.parametrize("command", ["upcycle", "export-clip-moe"])
+@pytest.mark.parametrize("command", ["upcycle", "export-released"])
 def test_on_a_full_disk_a_command_ends_in_one_line_and_leaves_nothing(sources, tmp_path, capsys, command, size):
     with full_disk(size):  # what is printed goes to no file
         error = run(command, sources, tmp_path / "out")

@@ -98,7 +98,7 @@ def test_commands_there_and_back(state, tmp_path, capsys):
     model = AutoModel.from_pretrained(tmp_path / "model")
     assert isinstance(model, CLIPMoEModel) and model.config.text_config.max_position_embeddings == POSITIONS
     assert AutoProcessor.from_pretrained(tmp_path / "model").tokenizer.model_max_length == POSITIONS
-    command("export-clip-moe", tmp_path / "back", "--model", tmp_path / "model")
+    command("export-released", tmp_path / "back", "--model", tmp_path / "model")
     back = torch.load(tmp_path / "back" / "checkpoint.pt", weights_only=True)
     assert torch.equal(back["visual.proj"], state["visual.proj"].half().float())
     command("released-clip-moe", tmp_path / "again", "--checkpoint", tmp_path / "back" / "checkpoint.pt")
@@ -110,5 +110,5 @@ def test_a_wrong_checkpoint_never_gets_its_name(state, tmp_path, monkeypatch):
     build(state).save_pretrained(tmp_path / "model")
     name = "visual.transformer.resblocks.1.experts.2.c_fc.bias"
     monkeypatch.setattr(released_clip_moe, "export", lambda model: (state := export(model)) | {name: -10 * state[name]})
-    error = error_of(clip_moe.main, "export-clip-moe", tmp_path / "back", "--model", tmp_path / "model")
+    error = error_of(clip_moe.main, "export-released", tmp_path / "back", "--model", tmp_path / "model")
     assert "differ from the source" in error and not (tmp_path / "back").exists()
