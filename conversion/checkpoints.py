@@ -149,8 +149,8 @@ def load_clip_config(source: str | Path) -> PreTrainedConfig:
 def load_dense(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:
     """Loads a dense model of any family, see `load_model`; one with a shared encoder is a `CLIPMoEModel`."""
     config = load_config(source)
-    is_shared = isinstance(config, SparseMoEConfig) and not sparse_towers(config)
-    return load_model(family_of(config).sparse if is_shared else family_of(config).dense, source, dtype)
+    is_dense = isinstance(config, SparseMoEConfig) and not sparse_towers(config)
+    return load_model(model_class(config) if is_dense else family_of(config).dense, source, dtype)
 
 
 def load_sparse(source: str | Path, dtype: Dtype = "auto") -> PreTrainedModel:

@@ -20,7 +20,7 @@ from clip_moe.conversion.processors import (
     mark_padding,
     require_fit,
 )
-from clip_moe.conversion.upcycle import ROUTING_FIELDS, check_memory
+from clip_moe.conversion.upcycle import ROUTING_FIELDS, SPARSE_FIELDS, check_memory
 from clip_moe.data.world import build_image_processor
 from clip_moe.data.worlds import is_world, world
 from clip_moe.engine.messages import suggestion
@@ -172,7 +172,8 @@ def split_routing(
     dense, routing = {}, {}
     for tower, settings in towers.items():
         tower_class = FAMILY_OF_TYPE[family].dense.config_class.sub_configs[tower]
-        names = {field.name for field in dataclasses.fields(tower_class)} | (routing_fields if is_sparse else set())
+        names = {field.name for field in dataclasses.fields(tower_class)} - SPARSE_FIELDS
+        names |= routing_fields if is_sparse else set()
         if unknown := sorted(set(settings) - names):
             hint = "set preset" if unknown[0] in routing_fields else suggestion(unknown[0], names)
             raise ValueError(f"{tower}: {tower_class.__name__} has no field {', '.join(map(repr, unknown))}: {hint}")

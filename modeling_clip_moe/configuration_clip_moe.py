@@ -20,8 +20,9 @@ def embedding_size(config: PreTrainedConfig) -> int:
 
 
 class PublishedConfig(PreTrainedConfig):
-    """A configuration that names its classes where it is saved, for `trust_remote_code=True`: `XConfig` in
-    `configuration_y` is that of `XModel` in `modeling_y`, and one in another file that of `XModel` there."""
+    """A configuration that builds those of its towers, and that names its classes where it is saved, for
+    `trust_remote_code=True`: `XConfig` in `configuration_y` is that of `XModel` in `modeling_y`, and one in another
+    file that of `XModel` there."""
 
     _auto_class = "AutoConfig"
     auto_classes: ClassVar[dict[str, str]] = {}
@@ -37,6 +38,10 @@ class PublishedConfig(PreTrainedConfig):
         cls.auto_classes |= own
 
     def __post_init__(self, **kwargs):
+        for name, config_class in self.sub_configs.items():
+            tower = getattr(self, name)
+            if tower is None or isinstance(tower, dict):
+                setattr(self, name, config_class(**(tower or {})))
         kwargs.setdefault("auto_map", dict(self.auto_classes))
         super().__post_init__(**kwargs)
 
@@ -204,10 +209,6 @@ class SparseMoEConfig(PublishedConfig):
     router_z_loss_coef: float | int = 0.0
 
     def __post_init__(self, **kwargs):
-        for name, config_class in self.sub_configs.items():
-            tower = getattr(self, name)
-            if tower is None or isinstance(tower, dict):
-                setattr(self, name, config_class(**(tower or {})))
         if misplaced := [name for name in kwargs if name in CLIPMoETowerConfig.__annotations__]:
             raise ValueError(f"{', '.join(misplaced)} must be in {' or '.join(self.sub_configs)}, not beside them.")
         super().__post_init__(**kwargs)

@@ -83,20 +83,16 @@ FAMILIES = (
 )
 # Image towers alone, for LLaVA
 IMAGE_TOWERS = (Family("MLCD", MLCDVisionModel, MLCDMoEVisionModel, None, towers=("vision",)),)
-# By the `model_type` of a configuration: the classes of whole models, and the families of all models, dense and sparse
-CLASS_OF_TYPE = {model.config_class.model_type: model for family in FAMILIES for model in (family.dense, family.sparse)}
-FAMILY_OF_TYPE = {
-    model.config_class.model_type: family
+_MODELS = [
+    (family, model, model.config_class.sub_configs)
     for family in (*FAMILIES, *IMAGE_TOWERS)
     for model in (family.dense, family.sparse)
-}
-
+]
+# By the `model_type` of a configuration: the families of all models, dense and sparse, and the classes of whole ones
+FAMILY_OF_TYPE = {model.config_class.model_type: family for family, model, _ in _MODELS}
+CLASS_OF_TYPE = {model.config_class.model_type: model for _, model, towers in _MODELS if towers}
 # By the `model_type` of a text tower's configuration
-FAMILY_OF_TEXT = {
-    model.config_class.sub_configs["text_config"].model_type: family
-    for family in FAMILIES
-    for model in (family.dense, family.sparse)
-}
+FAMILY_OF_TEXT = {towers["text_config"].model_type: family for family, _, towers in _MODELS if towers}
 
 
 def add_family(model: type[PreTrainedModel]) -> Family:

@@ -71,9 +71,11 @@ class CLIPMoEEncoderLayer(SparseEncoderLayer, CLIPEncoderLayer):
 class CLIPMoEEncoder(CLIPEncoder):
     """CLIP's encoder with these layers."""
 
+    layer_class = CLIPMoEEncoderLayer
+
     def __init__(self, config: CLIPMoETextConfig | CLIPMoEVisionConfig):
         nn.Module.__init__(self)  # not CLIP's own, which builds dense layers
-        self.layers = nn.ModuleList([CLIPMoEEncoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([self.layer_class(config, i) for i in range(config.num_hidden_layers)])
 
 
 class CLIPMoEPreTrainedModel(SparseMoEMixin, CLIPPreTrainedModel):
@@ -194,8 +196,11 @@ class CLIPMoEVisionModel(CLIPMoEPreTrainedModel):
         """
         hidden_states = self.embeddings(pixel_values, interpolate_pos_encoding=interpolate_pos_encoding)
         hidden_states = self.encoder(self.pre_layrnorm(hidden_states), **kwargs).last_hidden_state
-        pooled = self.post_layernorm(hidden_states[:, 0])
-        return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+        return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=self.pool(hidden_states))
+
+    def pool(self, hidden_states: Tensor) -> Tensor:
+        """(B, D), of the last hidden states (B, S, D)."""
+        return self.post_layernorm(hidden_states[:, 0])
 
 
 class CLIPMoETextModelWithProjection(CLIPMoEPreTrainedModel):

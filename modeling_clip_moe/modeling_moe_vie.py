@@ -9,22 +9,14 @@ and i + n / 2 of a head of n do. So row 2 i + j of each head of their queries an
 
 import torch
 from torch import Tensor, nn
-from transformers import CLIPModel, SiglipVisionConfig
+from transformers import SiglipVisionConfig
 from transformers import initialization as init
 from transformers.models.clip.modeling_clip import CLIPAttention
 from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 
-from .configuration_clip_moe import CLIPMoETowerConfig, SparseMoEConfig
-from .configuration_moe_vie import (
-    MoEViEConfig,
-    MoEViETextConfig,
-    MoEViEVisionConfig,
-    ViEConfig,
-    ViETextConfig,
-    ViEVisionConfig,
-)
+from .configuration_moe_vie import MoEViEConfig, MoEViETextConfig, MoEViEVisionConfig, ViEConfig
 from .modeling_clip_moe import (
     CLIPMoEEncoder,
     CLIPMoEEncoderLayer,
@@ -32,22 +24,23 @@ from .modeling_clip_moe import (
     CLIPMoEModelOutputWithPooling,
     CLIPMoEPreTrainedModel,
     CLIPMoETextModel,
+    CLIPMoEVisionModel,
 )
-from .transformers_internals import ALL_ATTENTION_FUNCTIONS, capture_outputs, eager_attention_forward
+from .transformers_internals import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 
 
 class ViEVisionEmbeddings(nn.Module):
     """Patches row by row, without positions and class token. Images may have any size of whole patches."""
 
-    def __init__(self, config: ViEVisionConfig):
+    def __init__(self, config: MoEViEVisionConfig):
         super().__init__()
         self.embed_dim, self.patch_size = config.hidden_size, config.patch_size
         self.patch_embedding = nn.Conv2d(
             config.num_channels, config.hidden_size, kernel_size=config.patch_size, stride=config.patch_size, bias=False
         )
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """From (B, channels, height, width) to (B, S, D)."""
+    def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
+        """From (B, channels, height, width) to (B, S, D). There are no positions to interpolate."""
         height, width = pixel_values.shape[-2:]
         if height % self.patch_size or width % self.patch_size:
             raise ValueError(
@@ -108,7 +101,7 @@ class ViEVisionAttention(CLIPAttention):
 class ViEVisionEncoderLayer(CLIPMoEEncoderLayer):
     """The layer of CLIP's sparse towers with this attention."""
 
-    def __init__(self, config: ViEVisionConfig, layer_idx: int):
+    def __init__(self, config: MoEViEVisionConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.self_attn = ViEVisionAttention(config)
 
@@ -116,15 +109,13 @@ class ViEVisionEncoderLayer(CLIPMoEEncoderLayer):
 class ViEVisionEncoder(CLIPMoEEncoder):
     """CLIP's encoder with these layers."""
 
-    def __init__(self, config: ViEVisionConfig):
-        nn.Module.__init__(self)
-        self.layers = nn.ModuleList([ViEVisionEncoderLayer(config, i) for i in range(config.num_hidden_layers)])
+    layer_class = ViEVisionEncoderLayer
 
 
 class ViEPoolingHead(SiglipMultiheadAttentionPoolingHead):
     """SigLIP's attention pooling, of its own number of heads, with an FFN of 4 D and the exact GELU."""
 
-    def __init__(self, config: ViEVisionConfig):
+    def __init__(self, config: MoEViEVisionConfig):
         head_config = SiglipVisionConfig(
             hidden_size=config.hidden_size,
             intermediate_size=4 * config.hidden_size,
@@ -147,40 +138,30 @@ class ViEPreTrainedModel(CLIPMoEPreTrainedModel):
         if isinstance(module, ViEPoolingHead):  # its attention and FFN have transformers' defaults
             init.xavier_uniform_(module.probe)
 
-    @classmethod
-    def _refuse_dense(cls, source, options):
-        if issubclass(cls.config_class, (SparseMoEConfig, CLIPMoETowerConfig)):
-            super()._refuse_dense(source, options)
 
+class MoEViETextModel(ViEPreTrainedModel, CLIPMoETextModel):
+    """The text tower, without projection: CLIP's with gated FFNs and without a last norm."""
 
-class ViETextModel(ViEPreTrainedModel, CLIPMoETextModel):
-    """The dense text tower, without projection: CLIP's with gated FFNs and without a last norm."""
+    config: MoEViETextConfig
 
-    config: ViETextConfig
-
-    def __init__(self, config: ViETextConfig):
+    def __init__(self, config: MoEViETextConfig):
         super().__init__(config)
         self.final_layer_norm = nn.Identity()
 
 
-class ViEVisionModel(ViEPreTrainedModel):
-    """The dense vision tower with its attention pooling, without projection."""
+class MoEViEVisionModel(ViEPreTrainedModel, CLIPMoEVisionModel):
+    """The vision tower with its attention pooling, without projection."""
 
-    config: ViEVisionConfig
-    main_input_name = "pixel_values"
-    input_modalities = ("image",)
-    _input_embed_layer = "patch_embedding"
-    _tower_prefix = "vision_model."
+    config: MoEViEVisionConfig
 
-    def __init__(self, config: ViEVisionConfig):
-        super().__init__(config)
+    def __init__(self, config: MoEViEVisionConfig):
+        super(CLIPMoEVisionModel, self).__init__(config)  # not CLIP's own, which builds its embeddings and layers
         self.embeddings = ViEVisionEmbeddings(config)
         self.pre_layrnorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)  # misspelled as CLIP's
         self.encoder = ViEVisionEncoder(config)
         self.head = ViEPoolingHead(config)
         self.post_init()
 
-    @capture_outputs(tie_last_hidden_states=False)
     def forward(
         self, pixel_values: Tensor, interpolate_pos_encoding: bool = False, **kwargs: Unpack[TransformersKwargs]
     ) -> CLIPMoEModelOutputWithPooling:
@@ -190,35 +171,14 @@ class ViEVisionModel(ViEPreTrainedModel):
             interpolate_pos_encoding: as CLIP's, without effect: rotary positions are not interpolated.
         """
         config = self.config
-        hidden_states = self.pre_layrnorm(self.embeddings(pixel_values))
         rows, columns = (side // config.patch_size for side in pixel_values.shape[-2:])
         head_size = config.hidden_size // config.num_attention_heads
-        angles = rotary_angles(rows, columns, head_size, config.rope_theta, hidden_states.device)
-        positions = angles.cos(), angles.sin()
-        hidden_states = self.encoder(hidden_states, position_embeddings=positions, **kwargs).last_hidden_state
-        return CLIPMoEModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=self.head(hidden_states))
+        angles = rotary_angles(rows, columns, head_size, config.rope_theta, pixel_values.device)
+        return super().forward(pixel_values, position_embeddings=(angles.cos(), angles.sin()), **kwargs)
 
-
-class ViEModel(ViEPreTrainedModel, CLIPMoEModel):
-    """Both dense towers and their projections into one space."""
-
-    config: ViEConfig
-    base_model_prefix = "vie"
-    text_model_class = ViETextModel
-    vision_model_class = ViEVisionModel
-    forward = CLIPModel.forward
-
-
-class MoEViETextModel(ViETextModel):
-    """The text tower, without projection. Released ones have no sparse layers."""
-
-    config: MoEViETextConfig
-
-
-class MoEViEVisionModel(ViEVisionModel):
-    """The vision tower with its attention pooling, without projection."""
-
-    config: MoEViEVisionConfig
+    def pool(self, hidden_states: Tensor) -> Tensor:
+        """(B, D), of the last hidden states (B, S, D)."""
+        return self.head(hidden_states)
 
 
 class MoEViEModel(ViEPreTrainedModel, CLIPMoEModel):
@@ -228,3 +188,10 @@ class MoEViEModel(ViEPreTrainedModel, CLIPMoEModel):
     base_model_prefix = "moe_vie"
     text_model_class = MoEViETextModel
     vision_model_class = MoEViEVisionModel
+
+
+class ViEModel(MoEViEModel):
+    """The dense model: both towers without sparse layers."""
+
+    config: ViEConfig
+    base_model_prefix = "vie"

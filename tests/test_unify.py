@@ -14,7 +14,7 @@ from clip_moe.conversion.upcycle import upcycle
 from clip_moe.conversion.verification import compare
 
 PLAIN, GATED = (dataclasses.replace(PRESETS["clip_moe"], fusion_gate=gate) for gate in (False, True))
-MOE_VIE = dataclasses.replace(PRESETS["moe_vie"], sparse_layers="all", towers=("text", "vision"))
+VIE = dataclasses.replace(PRESETS["moe_vie"], sparse_layers="all", towers=("text", "vision"))
 FFN = "vision_model.encoder.layers.3.mlp"
 
 
@@ -85,9 +85,7 @@ def test_gates_are_averaged_to_the_bit_and_experts_stacked():
     assert (config.num_experts, config.num_experts_per_tok, config.fusion_gate) == (3, 2, True)
 
 
-@pytest.mark.parametrize(
-    ("preset", "base_expert", "number"), [(GATED, False, 0), (PLAIN, False, 0), (PLAIN, True, 1), (MOE_VIE, True, 1)]
-)
+@pytest.mark.parametrize(("preset", "base_expert", "number"), [(GATED, False, 0), (PLAIN, False, 0), (VIE, True, 1)])
 @pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
 def test_what_becomes_of_the_base(preset, base_expert, number, is_sparse):
     """Beside new gates, left out, or expert 0: of dense models, and CLIP-FMoE's ablations of models without gates."""

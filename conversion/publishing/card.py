@@ -18,8 +18,7 @@ from clip_moe.engine.messages import one_line
 from clip_moe.engine.provenance import Record, duplicates_line
 from clip_moe.engine.result_schema import ExpertSummary
 from modeling_clip_moe import CLIPMoDEConfig
-from modeling_clip_moe.configuration_clip_moe import SparseMoEConfig
-from modeling_clip_moe.families import Family, family_of, longest_text
+from modeling_clip_moe.families import Family, family_of, longest_text, model_class
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
 # Texts of examples, of what knows photos and of what knows something else
@@ -64,8 +63,9 @@ def render(
     bases = [base_model] if base_model else lineage.bases
     unknown = [] if base_model else [f"{name}, a local folder of unknown lineage" for name in lineage.unknown]
     towers = {name: getattr(config, f"{name}_config", None) for name in ("vision", "text")}
-    is_mixture, is_sparse = isinstance(config, CLIPMoDEConfig), isinstance(config, SparseMoEConfig)
     families = list(dict.fromkeys(family_of(model) for model in experts or [config]))
+    is_mixture = isinstance(config, CLIPMoDEConfig)
+    is_sparse = not is_mixture and model_class(config) is families[0].sparse
     custom_code = is_mixture or is_sparse or families[0].has_own_dense
     papers = [config.model_type] if is_mixture else _presets(lineage, families[0]) if is_sparse else []
     examples = _examples(lineage, bases)

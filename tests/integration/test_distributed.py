@@ -144,8 +144,7 @@ def test_two_processes_compute_train_and_save_as_one(case, folder):
 @pytest.mark.parametrize("case", CASES)
 def test_each_process_holds_its_part(case, folder):
     *_, sizes = CASES[case]
-    split = [".q_proj.", ".k_proj.", ".v_proj.", ".out_proj.weight", ".fc1.", ".fc2.weight"]
-    split += [".gate_proj.", ".up_proj.", ".down_proj.weight"]  # of gated FFNs
+    split = "q_proj. k_proj. v_proj. out_proj.weight fc1. fc2.weight gate_proj. up_proj. down_proj.weight".split()
     split *= "tp_size" in sizes
     split += [".experts."] * ("ep_size" in sizes)
     if "fsdp_size" in sizes:
@@ -157,8 +156,7 @@ def test_each_process_holds_its_part(case, folder):
                 assert parts.pop(one_row, 1 - rank) == 1 - rank
         for name, part in parts.items():
             # Of an odd number of rows, one process has one more
-            is_split = any(key in name for key in split) and ("fsdp_size" in sizes or ".head." not in name)
-            expected = 0.5 if is_split else 1
+            expected = 0.5 if any(key in name for key in split) and ("fsdp_size" in sizes or "head." not in name) else 1
             assert part == pytest.approx(expected, abs=0.05), name
 
 
