@@ -134,7 +134,8 @@ def stage_help(title: str, stage: type, shared_class: type) -> str:
     left_out = {"name", "stage", *(setting.name for setting in shared)}
     settings = [setting for setting in settings_of(stage) if setting.name not in left_out]
     rows = [in_lines("Settings, whose values are read as YAML; several values make a list:"), ""]
-    rows += [line for setting in settings + shared for line in _help_lines(setting)]
+    shown: dict[type, str] = {}
+    rows += [line for setting in settings + shared for line in _help_lines(setting, shown=shown)]
     return _help(title, ["output"], settings, docstring(stage), rows)
 
 
@@ -144,13 +145,18 @@ def _help(title: str, arguments: Sequence[str], settings: Sequence[Setting], abo
     return "\n\n".join([in_lines(usage, 7, "Usage: "), in_lines(about), "\n".join(rows)])
 
 
-def _help_lines(setting: Setting, prefix: str = "") -> list[str]:
+def _help_lines(setting: Setting, prefix: str = "", shown: dict[type, str] | None = None) -> list[str]:
+    """Lines of a setting and of those within it, unless they are `shown` under another name: it is added."""
     name, hint = f"{prefix}{setting.name}", setting.field.annotation
     within, is_several = settings_within(hint), is_list(hint)
     default = "" if setting.default in (None, "null") else f", default {setting.default}"
-    lines = [in_lines(setting.type() + ("" if within else default), 10, f"  --{name}  "), in_lines(setting.meaning, 6)]
-    if within is None or is_several or prefix:
+    other = (shown or {}).get(within)
+    meaning = f"{setting.meaning} Its settings are those of --{other}." if other else setting.meaning
+    lines = [in_lines(setting.type() + ("" if within else default), 10, f"  --{name}  "), in_lines(meaning, 6)]
+    if other or within is None or is_several or prefix:
         return lines
+    if shown is not None:
+        shown[within] = name
     return lines + [line for inner in settings_of(within) for line in _help_lines(inner, f"{name}.")]
 
 

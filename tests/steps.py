@@ -40,10 +40,12 @@ def train_stage(batch_size, **settings):
     return TrainStage(name="tuned", stage="train", **settings)
 
 
-def gradient_of(model, stage, batch, accelerator=None):
+def gradient_of(model, stage, batch, accelerator=None, keep=None):
     """Logged values of a batch of this process, and the gradients."""
     accelerator = accelerator or Accelerator(cpu=True)
-    task = accelerator.prepare(stage.task(model.train(), SimpleNamespace()))
+    task = stage.task(model.train(), SimpleNamespace())
+    task.keep = keep
+    task = accelerator.prepare(task)
     metrics = _compute_gradient(accelerator, task, iter([batch]), stage, 0, FirstFault("tuned", Path("nowhere")))
     metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
     return metrics, {name: gradient.clone() for name, gradient in gradients(model).items() if gradient is not None}

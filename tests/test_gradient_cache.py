@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from clip_moe.training.contrastive_task import ContrastiveTask
 from clip_moe.training.gradient_cache import cached_gradient, split_batch
+from clip_moe.training.keep import Keep
 from clip_moe.training.loop import FirstFault
 from modeling_clip_moe import SiglipMoEConfig, SiglipMoEModel
 
@@ -27,8 +28,10 @@ CASES = {
     "chunks": ({}, {"loss_chunk_size": 5, "label_smoothing": 0.1}),
     "captions": ({}, {"caption_weights": [0.1, 0.6, 0.3]}),
     "sigmoid": ({"family": "siglip"}, {"loss_chunk_size": 5, "loss": "sigmoid"}),
+    "kept": ({}, {"keep": "dense", "keep_weight": 3.0, "caption_weights": [0.1, 0.6, 0.3]}),
+    "kept similarities": ({}, {"keep": "dense", "keep_of": "similarities"}),
 }
-ON_PROCESSES = ("capacity", "mean of all tokens", "sigmoid")
+ON_PROCESSES = ("capacity", "mean of all tokens", "sigmoid", "kept", "kept similarities")
 
 
 def whole_batch(settings):
@@ -59,8 +62,8 @@ def siglip():
 
 
 def sparse(fields):
-    torch.manual_seed(0)
-    model = siglip() if "family" in fields else tiny_model(**fields).train()
+    torch.manual_seed(fields.get("seed", 0))
+    model = siglip() if "family" in fields else tiny_model(**{k: v for k, v in fields.items() if k != "seed"}).train()
     model.config.router_aux_loss_coef, model.config.router_z_loss_coef = 0.5, 0.1
     return model
 
@@ -70,7 +73,10 @@ def computed(case, **more):
     fields, settings = CASES[case]
     accelerator = Accelerator(cpu=True)
     share = split_batch(whole_batch(settings), BATCH // accelerator.num_processes)[accelerator.process_index]
-    return gradient_of(sparse(fields), train_stage(BATCH, **settings, **more), share, accelerator)
+    model, stage, keep = sparse(fields), train_stage(BATCH, **settings, **more), None
+    if stage.keep is not None:
+        keep = Keep(sparse({"seed": 2}), stage.keep_weight, stage.keep_of, len(share["pixel_values"]), True)
+    return gradient_of(model, stage, share, accelerator, keep)
 
 
 @pytest.mark.parametrize("size", [2, 6, 12])

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from clip_moe.training.gradient_cache import cached_gradient
+from clip_moe.training.keep import Keep
 from clip_moe.training.losses import Pairing, Reduce, all_reduce_sum
 from clip_moe.training.optimizers import merge_adapters
 from clip_moe.training.task import AuxiliaryLoss, Batch, Metrics, Task
@@ -30,10 +31,18 @@ class ContrastiveTask(Task):
     Args:
         stage: whose losses and settings count, a `clip_moe.training.stages.train.TrainStage`.
         auxiliary_losses: others that are added.
+        keep: a teacher whose embeddings are kept.
     """
 
-    def __init__(self, model: PreTrainedModel, stage: Any, auxiliary_losses: Sequence[AuxiliaryLoss] = ()):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stage: Any,
+        auxiliary_losses: Sequence[AuxiliaryLoss] = (),
+        keep: Keep | None = None,
+    ):
         super().__init__(model, auxiliary_losses)
+        self.keep = keep
         self.stage, self.mini_batch_size = stage, stage.mini_batch_size
         self.biases = ExpertBiases(model, stage.expert_bias_update)
         # FSDP2 and ZeRO-3 split no scalar, which the scale of a dense CLIP is
@@ -84,14 +93,15 @@ class ContrastiveTask(Task):
             if gradients is not None:
                 carried = sum((value * gradient).sum() for value, gradient in zip(embeds, gradients, strict=True))
                 return carried + auxiliary, auxiliary.detach(), metrics
-            contrastive = self.contrastive_loss(embeds, pairing)
-            metrics |= self.chance(embeds, pairing)
-        loss = contrastive + auxiliary
-        return loss, {"loss": contrastive.detach(), **metrics, "total_loss": loss.detach()}
+            loss, losses = self.loss(embeds, pairing)
+        loss = loss + auxiliary
+        return loss, {**losses, **metrics, "total_loss": loss.detach()}
 
     def add_gradient(
         self, accelerator: Accelerator, prepared: nn.Module, batch: Batch, accumulation: int, synchronize: bool
     ) -> tuple[torch.Tensor, Metrics]:
+        if self.keep is not None:
+            batch = self.keep.embed(batch, accelerator, self.mini_batch_size)
         if self.mini_batch_size is None:
             return super().add_gradient(accelerator, prepared, batch, accumulation, synchronize)
         return cached_gradient(accelerator, prepared, batch, self.mini_batch_size, 1 / accumulation, synchronize)
@@ -111,6 +121,16 @@ class ContrastiveTask(Task):
     def loss_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that the contrastive loss takes beside the scale, by the names of its arguments."""
         return {"logit_bias": self.model.logit_bias} if hasattr(self.model, "logit_bias") else {}
+
+    def loss(self, embeds: Sequence[torch.Tensor], pairing: Pairing) -> tuple[torch.Tensor, Metrics]:
+        """The loss of embeddings, and what is logged of it: `loss`, the contrastive one, and with `keep` its own."""
+        kept, metrics = 0.0, {}
+        if self.keep is not None:
+            kept = self.keep.loss(*embeds[:3], pairing)
+            metrics["keep_loss"] = kept.detach()
+            embeds, pairing = self.keep.new_pairs(embeds, pairing)
+        contrastive = self.contrastive_loss(embeds, pairing)
+        return contrastive + kept, {"loss": contrastive.detach(), **metrics, **self.chance(embeds, pairing)}
 
     def contrastive_loss(self, embeds: Sequence[torch.Tensor], pairing: Pairing) -> torch.Tensor:
         """The loss of embeddings of images, of texts, a scale, and of `loss_parameters`."""

@@ -16,7 +16,7 @@ from clip_moe.training.losses import Pairing, Reduce, all_reduce_sum
 from clip_moe.training.training_state import set_torch_states, torch_states
 
 TEXTS = ("input_ids", "attention_mask")  # (texts, S)
-TEXT_KEYS = (*TEXTS, "text_keys")
+TEXT_KEYS = (*TEXTS, "text_keys", "kept_texts")
 
 
 def split_batch(batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
@@ -62,7 +62,7 @@ def cached_gradient(
         states.append(torch_states(accelerator.device))
         with torch.no_grad():
             embeds.append(task(sent(number), only_embed=True, reduce=sums_of_parts(totals)))
-    losses, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
+    loss, losses, gradients = _gradient_by_embeds(accelerator, task, batch, embeds)
     totals = [all_reduce_sum(total) for total in totals]
     after = torch_states(accelerator.device)
     for number, part_gradients in enumerate(gradients):
@@ -82,7 +82,7 @@ def cached_gradient(
             "sums from `reduce`"
         )
     metrics = {name: torch.stack([values[name] for values in logged]).mean(dim=0) for name in metrics}
-    loss = losses["loss"] + auxiliaries[0]
+    loss = loss + auxiliaries[0]
     return loss, {**losses, **metrics, "total_loss": loss}
 
 
@@ -111,8 +111,8 @@ def sums_of_parts(totals: list[torch.Tensor], num_processes: int | None = None) 
 
 def _gradient_by_embeds(
     accelerator: Accelerator, task: nn.Module, batch: dict[str, torch.Tensor], embeds: list[tuple[torch.Tensor, ...]]
-) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, ...]]]:
-    """The contrastive loss of a batch and perhaps its chance, and of each part the gradients by its images', by its
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[tuple[torch.Tensor, ...]]]:
+    """The loss of a batch's embeddings, what is logged of it, and of each part the gradients by its images', by its
     texts' embeddings, and by the scale and the loss's parameters, which all parts share."""
     images, texts = ([part_embeds[place] for part_embeds in embeds] for place in (0, 1))
     leaves = [torch.cat(images), torch.cat(texts), *(value.clone() for value in embeds[0][2:])]
@@ -120,10 +120,9 @@ def _gradient_by_embeds(
         leaf.requires_grad_()
     pairing = send_to_device(Pairing.take(dict(batch)), accelerator.device)
     plain_task = accelerator.unwrap_model(task)
-    loss = plain_task.contrastive_loss(leaves, pairing)
+    loss, losses = plain_task.loss(leaves, pairing)
     # A bias has no gradient where a model of the sigmoid loss has CLIP's
     by_images, by_texts, *by_shared = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     by_images, by_texts = by_images.split(list(map(len, images))), by_texts.split(list(map(len, texts)))
     by_shared = [gradient / len(embeds) for gradient in by_shared]
-    losses = {"loss": loss.detach(), **plain_task.chance(leaves, pairing)}
-    return losses, [(*by_part, *by_shared) for by_part in zip(by_images, by_texts, strict=True)]
+    return loss.detach(), losses, [(*by_part, *by_shared) for by_part in zip(by_images, by_texts, strict=True)]

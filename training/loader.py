@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import datasets
@@ -47,6 +47,7 @@ class PairLoader:
         augmentation: changes every image, by numbers that the seed, its epoch and its own number settle; None: none is.
         image_keys: (pairs,) of int64, the same for equal images; True: a stream makes them. Batches then have the keys
             of their images and texts; None: they have none.
+        kept: names -> (pairs, ...), further fields of batches.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class PairLoader:
         caption_weights: Sequence[float] | None = None,
         augmentation: Augmentation | None = None,
         image_keys: np.ndarray | Literal[True] | None = None,
+        kept: Mapping[str, np.ndarray] | None = None,
     ):
         self.rows, self.processor, self.arguments, self.share = rows, processor, arguments, share
-        self.caption_weights, self.image_keys = caption_weights, image_keys
+        self.caption_weights, self.image_keys, self.kept = caption_weights, image_keys, kept or {}
         # Text -> its tokens so far, with `in_memory`: for a tiny model, tokenizing takes longer than computing
         self.tokens: dict[str, list[int]] = {}
         readers = max(arguments.num_workers, 1) * share.world_size
@@ -179,7 +181,8 @@ class PairLoader:
             batch["text_keys"] = token_keys(batch["input_ids"], batch["attention_mask"], tokenizer.eos_token_id)
             keys = [pair["image_key"] if "image_key" in pair else self.image_keys[pair["index"]] for pair in pairs]
             batch["image_keys"] = torch.from_numpy(np.array(keys, np.int64))
-        return batch
+        numbers = [pair["index"] for pair in pairs] if self.kept else []
+        return batch | {name: torch.from_numpy(values[numbers]) for name, values in self.kept.items()}
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not self.arguments.in_memory:

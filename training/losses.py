@@ -32,11 +32,14 @@ class Pairing(NamedTuple):
         caption_mask: (B, L) of bool, which of the L captions of an image are there; None: it has one.
         image_keys: (B,) of int64, the same for equal images.
         text_keys: (captions,) of int64, the same for equal texts: of all images, one after the other.
+        kept_images, kept_texts: (B, D) and (captions, D), embeddings of a model whose own are kept; None: none is.
     """
 
     caption_mask: torch.Tensor | None = None
     image_keys: torch.Tensor | None = None
     text_keys: torch.Tensor | None = None
+    kept_images: torch.Tensor | None = None
+    kept_texts: torch.Tensor | None = None
 
     @classmethod
     def take(cls, batch: dict[str, torch.Tensor]) -> "Pairing":

@@ -15,20 +15,22 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from clip_moe.data.arguments import Augmentation
+from clip_moe.data.arguments import Augmentation, Data
 from clip_moe.engine.context import Context
-from clip_moe.engine.settings import STRICT, refuse
+from clip_moe.engine.settings import STRICT, Reads, refuse
 from clip_moe.engine.stage import named_errors
 from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS
 from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
 from clip_moe.training.train_settings import Evaluation, LoraSettings
 
 if typing.TYPE_CHECKING:
+    import numpy as np
     import torch
     from transformers import PreTrainedModel
 
     from clip_moe.data.columns import Rows
     from clip_moe.training.contrastive_task import ContrastiveTask
+    from clip_moe.training.keep import Keep
     from clip_moe.training.losses import Pairing, Reduce
     from clip_moe.training.samplers import DistributedBatchSampler, Share
     from clip_moe.training.task import AuxiliaryLoss
@@ -73,12 +75,21 @@ class TrainStage(StepsStage):
     # Pairs of a process's batch to embed at a time (GradCache, arXiv:2101.06983): less memory, 4/3 of the computation,
     # the same loss and gradient. None: all at once.
     mini_batch_size: int | None = Field(default=None, gt=0)
+    # A frozen model to keep while others learn (ZSCL, arXiv:2303.06628), or an embed stage of the same pairs by it.
+    keep: Annotated[str, Reads("model", "embed")] | None = None
+    # Weight of its loss.
+    keep_weight: float = Field(default=1.0, gt=0)
+    # Its embeddings, by 1 - cos (MoE-ViE, arXiv:2608.17402), or its softmax over a batch, by the KL divergence.
+    keep_of: Literal["embeddings", "similarities"] = "embeddings"
+    # Other pairs to keep it on, as many a step as are learned.
+    keep_data: Data | None = None
+    # Keep it on the pairs that are learned, too.
+    keep_new: bool = True
     # Rows of the similarity matrix held at a time; None: all.
     loss_chunk_size: int | None = Field(default=None, gt=0)
 
-    # Each step moves the biases of experts, of a model with use_expert_bias, by 1e-3 times the "sign" of how far an
-    # expert's load is below the mean (arXiv:2408.15664), or times its "z_score": how many standard deviations (MoE-ViE,
-    # arXiv:2608.17402, which does not tell its factor).
+    # With use_expert_bias, a step moves an expert's bias by 1e-3 times the sign of how far its load is below the mean
+    # (arXiv:2408.15664), or how many standard deviations (MoE-ViE, arXiv:2608.17402, which does not tell its factor).
     expert_bias_update: Literal["sign", "z_score"] = "sign"
 
     # Evaluation during training; None: none.
@@ -99,6 +110,15 @@ class TrainStage(StepsStage):
             (
                 weights is not None and self.data.streaming,
                 "data.streaming: caption_weights need numbered samples, which a stream lacks: remove one of them",
+            ),
+            (
+                self.keep is None and self.changed("keep_weight", "keep_of", "keep_data", "keep_new"),
+                "keep_weight, keep_of, keep_data and keep_new go with keep, the model to keep",
+            ),
+            (self.keep_data is None and not self.keep_new, "keep_new: false needs other pairs: set keep_data"),
+            (
+                weights is not None and (self.keep_data is not None or self.keep_of == "similarities"),
+                "caption_weights go with a keep of embeddings on the pairs that are learned alone",
             ),
             (
                 self.global_batch_size == self.gradient_accumulation_steps,
@@ -185,8 +205,10 @@ class TrainStage(StepsStage):
         from clip_moe.conversion.checkpoints import load_clip
         from clip_moe.conversion.processors import load_processor
         from clip_moe.data.local_data import reading
+        from clip_moe.data.pairs import shared_pairs
         from clip_moe.engine.provenance import duplicates_line
         from clip_moe.training.duplicates import shared_duplicates
+        from clip_moe.training.keep import JoinedLoader
         from clip_moe.training.loader import PairLoader
 
         model, processor = load_clip(inputs.model, dtype=torch.float32), load_processor(inputs.model)
@@ -224,15 +246,34 @@ class TrainStage(StepsStage):
         # To find the duplicates in a batch, a GPU has to be waited for
         keys = None if self.duplicates == "negative" else keys
         weights, augmentation = self.caption_weights, self.augmentation
-        loader = PairLoader(rows, processor, self.data, share, sampler, weights, augmentation, keys)
+        kept, keep = self.kept(inputs, rows, model, context, share.batch_size)
+        loader = PairLoader(rows, processor, self.data, share, sampler, weights, augmentation, keys, kept)
         context.sample_bytes["images"] = loader.bytes_in_memory
         if accelerator.is_main_process:
             with reading(self.data.source):
                 loader.report_captions(self.name)
             compared = "text" if compares_texts_alone else "text or image"
             print(f"{self.name}: {duplicates_line(shares, self.duplicates, compared)}")
-        self.train_model(self.task(model, inputs), processor, loader, accelerator, context, directory, self.evaluation)
+        task = self.task(model, inputs)
+        task.keep = keep
+        if self.keep_data is not None:
+            loader = JoinedLoader(
+                loader, PairLoader(shared_pairs(context, inputs.keep_data), processor, self.keep_data, share)
+            )
+        self.train_model(task, processor, loader, accelerator, context, directory, self.evaluation)
         return None if shares is None else (len(rows), shares)
+
+    def kept(
+        self, inputs: SimpleNamespace, rows: "Rows", model: "PreTrainedModel", context: Context, batch_size: int
+    ) -> "tuple[Mapping[str, np.ndarray], Keep | None]":
+        """The teacher's embeddings of the pairs, if they are there, and its loss."""
+        from clip_moe.training.keep import Keep, load_teacher
+
+        if self.keep is None:
+            return {}, None
+        with named_errors(self, "keep"):
+            kept, teacher = load_teacher(self, inputs, rows, model, context)
+        return kept, Keep(teacher, self.keep_weight, self.keep_of, batch_size, self.keep_new)
 
     def rehearsed(self, num_samples: int) -> typing.Self:
         """Also measured once, on few rows."""
