@@ -213,8 +213,8 @@ def finished(name, recipe, output, *more):
 
 
 def test_fsdp2(tmp_path):
-    """With a loss that has a model of its own, interrupted and resumed."""
-    taught = {"change": as_stage("lab.methods.router_teacher:TaughtStage"), "teacher": "dense"}
+    """With losses that have a model of their own, interrupted and resumed."""
+    taught = {"change": as_stage("lab.methods.router_teacher:TaughtStage"), "teacher": "dense", "keep": "dense"}
     recipe, output = four_steps(tmp_path / "one", **taught), tmp_path / "two"
     assert "error: tuned: interrupted" in finished("fsdp2", recipe, output, "--interrupt")
     assert list(output.glob("*/checkpoints/step-00000002"))
