@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -528,3 +529,18 @@ def test_experts_that_cannot_be():
     for number, message in ((4, "num_experts: 4 are no more than the 4"), (10**9, "choose a smaller num_experts")):
         with pytest.raises(ValueError, match=message):
             add_experts(sparse, number)
+
+
+def test_new_experts_beside_the_base_keep_it(tmp_path):
+    """The start is the dense model, which the stage compares; what is frozen stays to the bit, and new experts move."""
+    beside = {"name": "beside", "stage": "lab.methods.beside_base:BesideStage", "model": "dense"}
+    learned = TUNED | {"model": "beside", "data": {"source": "symbols", "num_samples": 8}, "max_steps": 3}
+    output = run_stages(tmp_path, [DENSE, beside, learned | {"trainable": r"\.(experts|router)\."}])
+    base, before, after = (weights(output / name) for name in ("dense", "beside", "tuned"))
+    moved_keys = {key for key in before if not torch.equal(before[key], after[key])}
+    assert moved_keys and all(re.search(r"\.(experts|router)\.", key) for key in moved_keys)
+    for key, tensor in base.items():
+        kept = re.sub(r"\.mlp\.(fc[12])", r".mlp.shared_experts.\1", key)
+        assert torch.equal(after[kept].view_as(tensor), tensor), key
+    with pytest.raises(ValueError, match=r"beside.parts: 5 does not divide .*mlp's 32"):
+        run_stages(tmp_path / "odd", [DENSE, beside | {"parts": 5}])
