@@ -12,7 +12,9 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from clip_moe.engine.command_line import command
-from lab import ROOT
+from clip_moe.engine.recipe import load_recipe
+from clip_moe.training.stages.steps import StepsStage
+from lab import ROOT, recipe_file
 from lab.cards.intervals import paired_interval
 from lab.law.cases import Case
 from lab.law.fit import read_points
@@ -174,6 +176,38 @@ def kept() -> Iterator[str]:
             yield row(titles[title], *cells[:3])
 
 
+# Row of the card at the dense model's price -> the stage that trained it
+PARTS = {
+    "dense": "dense",
+    "dense, twice the rate": "dense",
+    "dense, 16 wide": "dense_16",
+    "CLIP-UP": "clip_up",
+    "1 of 8, sigmoid": "one",
+    "2 of 16 halves": "halves",
+    "4 of 32 quarters": "quarters",
+    "4 of 64 quarters": "quarters_64",
+    "4 of 128 quarters": "quarters_128",
+    "3 of 30 quarters, 1 shared": "shared_30",
+    "3 of 31 quarters, 1 shared": "shared_31",
+    "quarters, sigmoid": "sigmoid",
+    "quarters, sigmoid, biases by sign": "by_sign",
+    "quarters, sigmoid, biases by z-score": "by_z_score",
+    "quarters, images alone": "images",
+    "moe_vie, images alone": "moe_vie",
+}
+
+
+def dense_price() -> Iterator[str]:
+    """Steps are those of equal multiply-adds, so that their inverse is the price of use."""
+    stages = load_recipe(recipe_file("dense_price_worlds")).stages
+    steps = {stage.name: stage.max_steps for stage in stages if isinstance(stage, StepsStage)}
+    dense, clip_up = (recall_of_seeds("dense_price_names", model) for model in ("dense", "CLIP-UP"))
+    for model, stage in PARTS.items():
+        recalls = recall_of_seeds("dense_price_names", model)
+        gains = ["" if rival is recalls or rival == recalls else gain(recalls, rival) for rival in (dense, clip_up)]
+        yield row(model, f"{steps['dense'] / steps[stage]:.2f}", score(recalls), *gains)
+
+
 def prices(task: str, models: Mapping[str, Price]) -> Iterator[str]:
     """Rows of a sparse model, which comes first, and of its rivals."""
     sparse, _, sparse_use = next(iter(models.values()))
@@ -225,6 +259,7 @@ FINDINGS = {
     (RESULTS, "| equal names of a batch |"): duplicates,
     (RESULTS, "| method |"): methods,
     (RESULTS, "| trained on the symbols |"): kept,
+    (RESULTS, "| experts, 12 wide |"): dense_price,
 }
 
 
