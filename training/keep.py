@@ -85,11 +85,10 @@ class Keep:
         images, texts, *others = embeds
         if len(images) == self.num_new:
             return embeds, pairing
-        keys = {
-            name: None if getattr(pairing, name) is None else getattr(pairing, name)[: self.num_new]
-            for name in ("image_keys", "text_keys")
-        }
-        return (images[: self.num_new], texts[: self.num_new], *others), pairing._replace(**keys)
+        keys = pairing.image_keys, pairing.text_keys
+        image_keys, text_keys = (None if key is None else key[: self.num_new] for key in keys)
+        new = Pairing(image_keys=image_keys, text_keys=text_keys)
+        return (images[: self.num_new], texts[: self.num_new], *others), new
 
 
 def load_teacher(
