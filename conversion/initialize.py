@@ -95,9 +95,8 @@ def draw_as_openai(model: PreTrainedModel) -> None:
     embeddings = model.vision_model.embeddings
     embeddings.patch_embedding.reset_parameters()
     for name in ("class_embedding", "position_embedding.weight"):
-        if (
-            table := dict(embeddings.named_parameters()).get(name)
-        ) is not None:  # ViE has neither, SigLIP no class token
+        # ViE has neither, SigLIP no class token
+        if (table := dict(embeddings.named_parameters()).get(name)) is not None:
             init.normal_(table, std=embeddings.embed_dim**-0.5)
 
 

@@ -69,7 +69,7 @@ def starts(*, output: Output = None, seed: int = 0) -> str:
     """Random models of two sizes, upcycled to quarters of their FFNs: step 0, parameters and multiply-adds.
 
     Args:
-        seed: of the weights and of the routers
+        seed: draws the weights and the routers
     """
     titles = ["model", "experts", "active per token", "parameters, M", "activated, M", "multiply-adds, G"]
     return page(

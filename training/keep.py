@@ -40,8 +40,8 @@ class Keep:
 
     Args:
         teacher: a frozen CLIP; None: batches bring its embeddings, `kept_images` and `kept_texts`.
-        weight: of the loss, beside the contrastive one.
-        of: what is kept, see `embeddings_loss` and `similarities_loss`.
+        weight: factor of this loss, which is added to the contrastive one.
+        of: kind of loss, see `embeddings_loss` and `similarities_loss`.
         num_new: pairs of a process's batch that the contrastive loss learns, its first ones.
         keeps_new: whether these are kept, too, or only the others.
     """

@@ -179,8 +179,10 @@ def kept() -> Iterator[str]:
 # Row of the card at the dense model's price -> the stage that trained it
 PARTS = {
     "dense": "dense",
-    "dense, twice the rate": "dense",
+    "dense, half the rate": "dense_half_rate",
+    "dense, twice the rate": "dense_double_rate",
     "dense, 16 wide": "dense_16",
+    "dense, 20 wide": "dense_20",
     "CLIP-UP": "clip_up",
     "1 of 8, sigmoid": "one",
     "2 of 16 halves": "halves",
