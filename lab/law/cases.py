@@ -42,18 +42,20 @@ class Case:
     budget_width: int | None = None  # None: the width
     seed: int = 0
     rate: float = 1.0  # times the rule's
+    parts: int = 1  # experts are 1/parts as wide as the FFN
 
     @property
     def name(self) -> str:
         parts = [self.world, self.facts, f"w{self.width}", f"x{self.exposures}"]
         parts += [f"e{self.experts}k{self.experts_per_token}"] if self.experts else ["dense"]
+        parts += [f"p{self.parts}"] if self.parts > 1 else []
         parts += [f"b{self.budget_width}"] if self.budget_width not in (None, self.width) else []
         parts += [f"r{self.rate:g}"] if self.rate != 1 else []
         return "_".join(map(str, [*parts, f"s{self.seed}"]))
 
 
 @cache
-def costs(world: str, width: int, experts: int, experts_per_token: int) -> tuple[int, int]:
+def costs(world: str, width: int, experts: int, experts_per_token: int, parts: int = 1) -> tuple[int, int]:
     """Multiply-adds of a picture and a text, and parameters of the layers."""
     image_size, patch_size = SIZES[world]
     tower = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2, "num_attention_heads": 1}
@@ -66,6 +68,7 @@ def costs(world: str, width: int, experts: int, experts_per_token: int) -> tuple
     if experts:
         preset = PRESETS["clip_up"]
         changes = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "capacity_factor": None}
+        changes["moe_intermediate_size"] = f"1/{parts}"
         config = sparse_config(config, replace(preset, **changes))
     model = meta_model(config)
     counted = count_multiply_adds(model)
@@ -79,7 +82,8 @@ def batch_size(case: Case) -> int:
 def steps(case: Case) -> tuple[int, int]:
     """Steps of the seed model, a fifth of the budget, and of the model itself."""
     base = costs(case.world, case.budget_width or case.width, 0, 2)[0]
-    dense, own = (costs(case.world, case.width, experts, case.experts_per_token)[0] for experts in (0, case.experts))
+    dense = costs(case.world, case.width, 0, 2)[0]
+    own = costs(case.world, case.width, case.experts, case.experts_per_token, case.parts)[0]
     budget = case.facts * case.exposures / batch_size(case) * base
     seed = round(budget / 5 / dense)
     return seed, round((budget - seed * dense) / own)
@@ -112,6 +116,8 @@ def arguments(case: Case) -> list[str]:
     if case.experts:
         values |= {"num_experts": case.experts, "num_experts_per_tok": case.experts_per_token}
         values["norm_topk_prob"] = case.experts_per_token > 1
+    if case.parts > 1:
+        values["moe_intermediate_size"] = f"1/{case.parts}"
     stages = "upcycled,clip_up,sparse_score" if case.experts else "dense,dense_score"
     values["stages"] = f"initialized,seed_model,{stages}"
     return [text for name, value in values.items() for text in (f"--{name}", str(value))]
@@ -130,6 +136,7 @@ def print_case(
     budget_width: int | None = None,
     seed: int = 0,
     rate: float = 1.0,
+    parts: int = 1,
 ) -> str:
     """The command that trains a model of a case and measures it.
 
@@ -143,8 +150,9 @@ def print_case(
         budget_width: width of the dense model of the budget (default: the width)
         seed: of the run
         rate: times the rule's
+        parts: experts are 1/parts as wide as the FFN
     """
-    case = Case(world, facts, width, exposures, experts, experts_per_token, budget_width, seed, rate)
+    case = Case(world, facts, width, exposures, experts, experts_per_token, budget_width, seed, rate, parts)
     config = ["--config", "lab/recipes/clip_up_worlds.yaml", "--output_dir", f"runs/law/{case.name}"]
     return shlex.join(["clip-moe", "run", *config, *arguments(case)])
 

@@ -63,8 +63,8 @@ def points_of(case: Case, points: Sequence[Point]) -> dict[int, Point]:
     """Seed -> the point of a case."""
     pairs = sum(steps(case)) * batch_size(case)
     token = case.experts_per_token if case.experts else 0
-    wanted = (case.world, case.facts, case.width, case.experts, token, pairs)
-    fields = attrgetter("world", "facts", "width", "experts", "experts_per_token", "pairs")
+    wanted = (case.world, case.facts, case.width, case.experts, token, case.parts, pairs)
+    fields = attrgetter("world", "facts", "width", "experts", "experts_per_token", "parts", "pairs")
     return {point.seed: point for point in at_rule_rate(points) if fields(point) == wanted}
 
 

@@ -39,6 +39,7 @@ class Point:
     information: float  # share of log2 facts, mean of both directions
     recall: float  # at 1, mean of both directions
     commit: str
+    parts: int = 1  # experts are 1/parts as wide as the FFN
 
     @property
     def exposures(self) -> float:
@@ -77,6 +78,7 @@ def read_points(folder: Path) -> list[Point]:
                 information=statistics.mean(metrics[metric] for metric in INFORMATION),
                 recall=statistics.mean(metrics[metric] for metric in PRIMARY_METRICS["retrieval"]),
                 commit=model.record.attempts[-1].commit,
+                parts=model.parts,
             )
         )
     return points
@@ -88,6 +90,7 @@ class _Trained:
     width: int
     experts: int
     experts_per_token: int
+    parts: int
     parameters: int
     multiply_adds: int
     seconds: float
@@ -103,6 +106,7 @@ def _trained(folder: Path) -> _Trained:
         text.hidden_size,
         text.num_experts if is_sparse else 0,
         text.num_experts_per_tok if is_sparse else 0,
+        text.intermediate_size // text.expert_size if is_sparse else 1,
         count_parameters(model)["layers"],
         counted["image"] + counted["text"],
         sum(attempt.seconds or 0 for attempt in record.attempts),
@@ -117,6 +121,7 @@ def collect(folders: Sequence[Path], /, output: Path) -> str:
         folders: runs of clip_up_worlds.yaml.
     """
     known = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else []
+    known = [asdict(Point(**point)) for point in known]
     found = [asdict(point) for folder in folders for point in read_points(folder)]
     points = known + [point for point in found if point not in known]
     order = ("world", "facts", "width", "pairs", "experts", "experts_per_token", "seed", "rate")
