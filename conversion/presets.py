@@ -76,6 +76,15 @@ PRESETS = {
     "clip_up": Preset(
         "every_second", num_experts=8, norm_topk_prob=False, capacity_factor=2.0, router_z_loss_coef=0.001
     ),
+    # CLIP-UP with FFNs cut in two: two halves a token cost as much as the dense FFN. Best of 18 on names
+    # (lab/results/README.md, "At the dense model's price").
+    "dense_price": Preset(
+        "every_second",
+        num_experts=16,
+        norm_topk_prob=True,
+        moe_intermediate_size="1/2",
+        router_z_loss_coef=0.001,
+    ),
     # CLIP-MoE, Diversified Multiplet Upcycling (https://arxiv.org/abs/2409.19291)
     "clip_moe": Preset("all", num_experts=4, norm_topk_prob=True),
     # CLIP-FMoE: layers 13, 15, ..., 23 of 24 and 7, 9, 11 of 12. Its balance loss (eq. 3) is K at perfect balance and

@@ -43,7 +43,7 @@ class InitializeStage(ModelStage):
     tokenizer: Annotated[str, Reads("tokenizer", outside=False)] | None = None
     # Share the layers between both towers (LIMoE; CLIP-UP Table 1).
     shared_encoder: bool = False
-    # The paper whose sparse layers it gets; None: a dense model.
+    # The architecture of its sparse layers: a paper's, or `dense_price`. None: a dense model.
     preset: Literal[tuple(PRESETS)] | None = None
     # Which towers become sparse. None: those of the preset.
     towers: Annotated[list[Literal["text", "vision"]], Field(min_length=1)] | None = None
