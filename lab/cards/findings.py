@@ -38,7 +38,8 @@ def recall_of_seeds(card: str, model: str) -> Recalls:
 
 
 def points(*case, **more) -> Mapping[int, Point]:
-    return points_of(Case(*case, **more), read_points(CARDS / "law/points.json", CARDS / "law/outcome_points.json"))
+    files = "points.json", "outcome_points.json", "narrow_points.json"
+    return points_of(Case(*case, **more), read_points(*(CARDS / "law" / name for name in files)))
 
 
 def recall_of_case(*case, **more) -> Recalls:

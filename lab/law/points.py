@@ -1,4 +1,4 @@
-"""Runs of clip_up_worlds.yaml as points of the law (lab/law/README.md).
+"""Runs of clip_up_worlds.yaml and names_clock.yaml as points of the law (lab/law/README.md).
 
 python -m lab.law.points runs/law/* --output model_cards/law/points.json
 """
@@ -15,8 +15,8 @@ from clip_moe.engine.provenance import Record, trainings
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
 from clip_moe.evaluation.task import INFORMATION, PRIMARY_METRICS
 
-# Names of a model's folder and of its score's, in a run of the recipe
-STAGES = {"dense": "dense_score", "clip_up": "sparse_score"}
+# Names of a model's folder and of its score's, in a run of a recipe
+STAGES = {"dense": "dense_score", "clip_up": "sparse_score", "model": "scores"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def collect(folders: Sequence[Path], /, output: Path) -> str:
     """Add the points of runs to those in OUTPUT, as JSON.
 
     Args:
-        folders: runs of clip_up_worlds.yaml.
+        folders: runs of clip_up_worlds.yaml or names_clock.yaml.
     """
     known = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else []
     known = [asdict(Point(**point)) for point in known]
