@@ -211,6 +211,50 @@ def dense_price() -> Iterator[str]:
         yield row(model, f"{steps['dense'] / steps[stage]:.2f}", score(recalls), *gains)
 
 
+# Experts, those of a token, and parts of an FFN
+NARROW = {"2 of 16 halves": (16, 2, 2), "4 of 32 quarters": (32, 4, 4)}
+
+
+def prices_of_case(*case, **more) -> tuple[Recalls, int]:
+    recalls = recall_of_case(*case, **more)
+    return recalls, next(iter(points(*case, **more).values())).multiply_adds
+
+
+def narrow_elsewhere() -> Iterator[str]:
+    """Worlds after the first: the best dense model, CLIP-UP and narrow experts."""
+    logos, names = ("icons", 2048, 16, 640), ("names", 1024, 24, 240)
+    for title, case, dense in (
+        ("2,048 logos, 16 wide", logos, {"dense": prices_of_case(*logos)}),
+        (
+            "1,024 names, 24 wide",
+            names,
+            {
+                "dense": prices_of_case(*names),
+                "dense, half the rate": prices_of_case(*names, rate=0.5),
+                **{
+                    f"dense, {width} wide": prices_of_case("names", 1024, width, 240, budget_width=24)
+                    for width in (16, 20, 32)
+                },
+            },
+        ),
+    ):
+        experts = {"CLIP-UP": (8, 2, 1), **NARROW}
+        sparse = {
+            name: prices_of_case(*case, experts=number, experts_per_token=active, parts=parts)
+            for name, (number, active, parts) in experts.items()
+        }
+        yield from narrow_rows(title, dense, sparse)
+
+
+def narrow_rows(world: str, dense: Mapping[str, tuple], sparse: Mapping[str, tuple]) -> Iterator[str]:
+    """Gains over the best of the dense models and over CLIP-UP."""
+    models, use = {**dense, **sparse}, dense["dense"][1]
+    best = max(dense.values(), key=lambda model: mean(model[0].values()))[0]
+    for number, (name, (recalls, own_use)) in enumerate(models.items()):
+        gains = ["" if recalls is rival else gain(recalls, rival) for rival in (best, sparse["CLIP-UP"][0])]
+        yield row("" if number else world, name, f"{own_use / use:.2f}", score(recalls), len(recalls), *gains)
+
+
 def prices(task: str, models: Mapping[str, Price]) -> Iterator[str]:
     """Rows of a sparse model, which comes first, and of its rivals."""
     sparse, _, sparse_use = next(iter(models.values()))

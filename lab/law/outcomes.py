@@ -24,7 +24,7 @@ from typing import Any
 from clip_moe.engine.command_line import Folder, command
 from clip_moe.engine.markdown import markdown_table
 from clip_moe.evaluation.page import write_page
-from lab.law.cases import Case, batch_size, steps
+from lab.law.cases import RATE, Case, batch_size, steps
 from lab.law.fit import at_rule_rate, known, model_of_case, pairs, read_points, seed_error, seed_reach
 from lab.law.law import FITTED, TOLD, Facts
 from lab.law.points import Point
@@ -65,7 +65,11 @@ def points_of(case: Case, points: Sequence[Point]) -> dict[int, Point]:
     token = case.experts_per_token if case.experts else 0
     wanted = (case.world, case.facts, case.width, case.experts, token, case.parts, pairs)
     fields = attrgetter("world", "facts", "width", "experts", "experts_per_token", "parts", "pairs")
-    return {point.seed: point for point in at_rule_rate(points) if fields(point) == wanted}
+    return {
+        point.seed: point
+        for point in points
+        if math.isclose(point.rate * point.width, RATE * case.rate, rel_tol=0.01) and fields(point) == wanted
+    }
 
 
 def outcome(case: dict[str, Any], points: Sequence[Point], seed_reach: float) -> Outcome | None:

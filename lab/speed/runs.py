@@ -1,11 +1,11 @@
-"""Time of the front page's models, whether --rehearse predicts a run, and whether runs survive kills.
+"""Models of equal seconds, whether --rehearse predicts a run, and whether runs survive kills.
 
-OMP_NUM_THREADS=1 python -m lab.speed.runs names --output lab/speed/results/names_training_cpu.md
 OMP_NUM_THREADS=1 python -m lab.speed.runs clock --output lab/speed/results/names_clock_cpu.md
 """
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import random
@@ -17,14 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import yaml
 from safetensors import safe_open
 
-from clip_moe.conversion.checkpoints import load_clip_config
 from clip_moe.engine.command_line import run_program
 from clip_moe.engine.plan import wanted_stages
 from clip_moe.engine.program import in_words, peak_memory
@@ -33,7 +31,6 @@ from clip_moe.engine.recipe import Recipe, load_recipe
 from clip_moe.engine.rehearsal import Measured, measure_stages
 from clip_moe.engine.runner import run_recipe
 from clip_moe.engine.yaml_files import read_yaml
-from clip_moe.evaluation.costs import count_multiply_adds, meta_model
 from clip_moe.training.stages.steps import StepsStage
 from lab import ROOT, recipe_file
 from lab.speed.page import Output, Rounds, in_own_process, machine, page, table
@@ -72,15 +69,6 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
-# Row of the front page -> the recipe of its steps, and the stages that train it. Of one name, recipes have one model
-FRONT_PAGE = {
-    "dense, 16 wide": ("clip_up_names_long", "seed_model", "dense"),
-    "dense, 30 wide": ("clip_up_names_long", "seed_30", "dense_30"),
-    "dense, 30 wide, longer": ("clip_up_tables_names", "seed_30", "dense_30"),
-    "CLIP-UP, 16 wide, 8 experts": ("clip_up_names_long", "seed_model", "clip_up_8"),
-    "CLIP-UP, 16 wide, 32 experts": ("clip_up_names_long", "seed_model", "clip_up_32"),
-}
-UNTRAINED = ("initialized", "upcycled_8", "upcycled_32", "initialized_30")
 # Inputs of names_clock.yaml
 DENSE = {"begin": "seed_model"}
 HALVES = {"num_experts": 16, "moe_intermediate_size": "1/2"}
@@ -90,56 +78,27 @@ SPARSE = {
     "2 of 16 halves, 24 wide": HALVES | {"width": 24, "ffn_width": 96},
     "4 of 32 quarters": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": "1/4"},
 }
-# Steps of two runs, whose difference is that of the steps alone
-FEW_STEPS, MORE_STEPS = 2, 42
+# Steps of a run, of which the faster ones tell the time of a core that nothing else disturbs
+TIMED_STEPS, FASTER = 60, 0.1
 System = Literal[*SYSTEMS]
 
 
-def step_costs(
-    recipe_name: str,
-    untrained: Sequence[str],
-    trained: Sequence[str],
-    changes: Mapping[str, Any] = MappingProxyType({}),
-) -> dict[str, tuple[float, int]]:
-    """Trained stage -> the processor's seconds for a step, and multiply-adds for a picture and a text."""
-    seconds, uses = {}, {}
-    for steps in (MORE_STEPS, FEW_STEPS):
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            lengths = {f"{stage}.max_steps": steps for stage in trained}
-            recipe = load_recipe(recipe_file(recipe_name), {"output_dir": folder, **changes, **lengths})
-            for stage in wanted_stages(recipe, [*untrained, *trained], None):
-                started = time.process_time()
-                run_recipe(recipe, only=[stage.name])
-                seconds[stage.name, steps] = time.process_time() - started
-                config = load_clip_config(f"{folder}/{stage.name}")
-                counted = count_multiply_adds(meta_model(config))
-                uses[stage.name] = counted["image"] + counted["text"]
-    more = {stage: seconds[stage, MORE_STEPS] - seconds[stage, FEW_STEPS] for stage in trained}
-    return {stage: (more[stage] / (MORE_STEPS - FEW_STEPS), uses[stage]) for stage in trained}
-
-
-def time_names(*, output: Output = None, rounds: Rounds = 3) -> str:
-    """Seconds and multiply-adds of the models of the front page's table: steps of each kind, timed in turn."""
-    trained = dict.fromkeys(stage for _, *stages in FRONT_PAGE.values() for stage in stages)
-    short = {"defaults.train.data.num_samples": 2048, "defaults.train.warmup_steps": 0}
-    costs = [step_costs("clip_up_names_long", UNTRAINED, list(trained), short) for _ in range(rounds)]
-    step = {stage: min(cost[stage][0] for cost in costs) for stage in costs[0]}
-    rows, reference = [], None
-    for row, (name, *stages) in FRONT_PAGE.items():
-        steps = {stage.name: stage.max_steps for stage in load_recipe(recipe_file(name)).stages if stage.name in stages}
-        uses = {stage: costs[0][stage][1] for stage in stages}
-        training = sum(steps[stage] * uses[stage] for stage in stages)
-        reference = reference or training
-        seconds = sum(steps[stage] * step[stage] for stage in stages)
-        rows.append([row, name, " + ".join(f"{steps[stage]:,}" for stage in stages), f"{seconds:.0f}"])
-        rows[-1] += [f"{training / reference:.2f}", f"{uses[stages[-1]]:,}"]
-    return page(
-        output,
-        "# The names: training and use",
-        table(["model", "recipe", "steps", "seconds of training", "multiply-adds of training", "of use"], rows),
-        f"Seconds of the processor, steps times the least of {rounds} rounds' means; "
-        f"{machine()}. Multiply-adds of training: over the first row's. Of use: for one picture and one text.",
-    )
+def step_seconds(shape: Mapping[str, Any]) -> dict[str, float]:
+    """Stage of `names_clock.yaml` that trains -> seconds of a step of a shape."""
+    changes = dict(shape)
+    for stage in ("seed_model", "model"):
+        changes |= {f"{stage}.{key}": value for key, value in {"warmup_steps": 0, "logging_steps": 1}.items()}
+        changes |= {f"{stage}.data.num_samples": 8192, f"{stage}.max_steps": TIMED_STEPS}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        recipe = load_recipe(recipe_file("names_clock"), {"output_dir": folder, **changes})
+        run_recipe(recipe, only=["initialized", "seed_model", "upcycled", "model"])
+        seconds = {}
+        for stage in ("seed_model", "model"):
+            log = [json.loads(line) for line in (Path(folder) / stage / LOG).read_text().splitlines()]
+            ends = [line["step"] * shape["pairs"] / line["images_per_second"] for line in log]
+            steps = sorted(end - start for start, end in itertools.pairwise(ends))
+            seconds[stage] = steps[round(FASTER * len(steps))]
+    return seconds
 
 
 def clock_shapes() -> dict[str, dict[str, Any]]:
@@ -150,15 +109,12 @@ def clock_shapes() -> dict[str, dict[str, Any]]:
 
 
 def time_clock(*, output: Output = None, rounds: Rounds = 2) -> str:
-    """Steps of each shape in half of the seconds of CLIP-UP on the front page, and the commands to run them."""
-    trained, step = ("seed_model", "model"), {}
+    """Steps of each shape in half of the seconds of the front page's CLIP-UP, and the commands to run them."""
+    step = {}
     for _ in range(rounds):
         for name, shape in clock_shapes().items():
-            short = shape | {f"{stage}.warmup_steps": 0 for stage in trained}
-            short |= {f"{stage}.data.num_samples": 2048 for stage in trained}
-            costs = step_costs("names_clock", ("initialized", "upcycled"), trained, short)
-            seconds = step.setdefault(name, dict.fromkeys(costs, math.inf))
-            seconds.update({stage: min(seconds[stage], costs[stage][0]) for stage in costs})
+            for stage, seconds in step_seconds(shape).items():
+                step.setdefault(name, {})[stage] = min(seconds, step.get(name, {}).get(stage, math.inf))
     reference = step["CLIP-UP, 1024 pairs"]
     seconds = (1000 * reference["seed_model"] + 3000 * reference["model"]) / 2
     rows, commands = [], []
@@ -166,7 +122,7 @@ def time_clock(*, output: Output = None, rounds: Rounds = 2) -> str:
         rate = 0.256 / shape.get("width", 16)
         seed_steps = round(seconds / 5 / step[name]["seed_model"])
         steps = round(seconds * 4 / 5 / step[name]["model"])
-        milliseconds = [f"{step[name][stage] * 1000:.1f}" for stage in trained]
+        milliseconds = [f"{step[name][stage] * 1000:.1f}" for stage in ("seed_model", "model")]
         rows.append([name, *milliseconds, f"{seed_steps:,} + {steps:,}"])
         changes = shape | {"seed_steps": seed_steps, "steps": steps}
         changes |= {"seed_rate": f"{rate / 2:.2e}", "rate": f"{rate:.2e}"}
@@ -177,7 +133,8 @@ def time_clock(*, output: Output = None, rounds: Rounds = 2) -> str:
         output,
         "# Names by the clock",
         table(["model", "ms a step of the seed model", "of the model", "steps"], rows),
-        f"The least of {rounds} rounds' means, in processor time; {machine()}. All train for {seconds:.0f} s.",
+        f"Of {TIMED_STEPS} steps the time that a tenth of them beat, the least of {rounds} rounds; {machine()}, beside "
+        f"another run. All train for {seconds:.0f} s.",
         "```bash\n" + "\n".join(commands) + "\n```",
     )
 
@@ -323,5 +280,5 @@ if __name__ == "__main__":
     run_program(
         "python -m lab.speed.runs",
         __doc__,
-        {"names": time_names, "clock": time_clock, "rehearsal": compare_rehearsals, "kills": kill_runs},
+        {"clock": time_clock, "rehearsal": compare_rehearsals, "kills": kill_runs},
     )
