@@ -95,7 +95,7 @@ def step_seconds(shape: Mapping[str, Any]) -> dict[str, float]:
         seconds = {}
         for stage in ("seed_model", "model"):
             log = [json.loads(line) for line in (Path(folder) / stage / LOG).read_text().splitlines()]
-            ends = [line["step"] * shape["pairs"] / line["images_per_second"] for line in log]
+            ends = [line["step"] * shape["pairs"] / line["images_per_second"] for line in log if "loss" in line]
             steps = sorted(end - start for start, end in itertools.pairwise(ends))
             seconds[stage] = steps[round(FASTER * len(steps))]
     return seconds
