@@ -319,16 +319,19 @@ def upcycle(
 
 def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, Any]]) -> SparseMoEConfig:
     """Sets some of a configuration's `ROUTING_FIELDS`; `routing`: `text_config` or `vision_config` -> its fields."""
+    towers = {f"{name}_config": tower for name, (_, tower) in towers_of(config).items()}
     for tower, changes in routing.items():
+        if changes and tower not in towers:
+            raise ValueError(f"{tower}: the model has an image tower alone")
         if unknown := sorted(changes.keys() - ROUTING_FIELDS):
             raise ValueError(
                 f"{tower}: a sparse tower has no field {', '.join(map(repr, unknown))} to set here, only "
                 f"{', '.join(sorted(ROUTING_FIELDS))}"
             )
         for name, value in changes.items():
-            setattr(getattr(config, tower), name, value)
+            setattr(towers[tower], name, value)
         if changes:
-            getattr(config, tower).validate_moe()
+            towers[tower].validate_moe()
     if isinstance(config, CLIPMoEConfig):
         config.validate_shared_encoder()
     return config

@@ -29,8 +29,10 @@ from modeling_clip_moe.families import family_of, sparse_towers
 
 EXPERT_PROTOCOL = (
     "An expert alone has the weight that the experts of a token have together in the routed model: for each token and "
-    "layer, the sum of the weights that the router gives, which is 1 where they are normalized."
+    "layer, the sum of the weights that the router gives, which is `routed_scaling_factor` where they are normalized."
 )
+# Beside it, where experts are `number` parts of an FFN
+OF_PARTS = " Expert N is an FFN, the {number} from {number} N on of those that the router and the pictures tell apart."
 # Images, and texts, by which the agreement of experts is computed
 MOST_EMBEDDINGS = 10_000
 # Name of a task -> what `clip_moe.evaluation.measures.measure` gives
@@ -98,7 +100,8 @@ def analyze_experts(model: str | Path, tasks: Mapping[str, Task], output_dir: st
     sparse = _analyzable_towers(model, embedder.model.config, {task.kind for task in tasks.values()})
     config = next(iter(sparse.values()))
     num_experts = config.num_experts
-    num_alone = num_experts // counted_as_one(config)  # narrow experts of an FFN count as one
+    num_parts = counted_as_one(config)
+    num_alone = num_experts // num_parts  # narrow experts of an FFN count as one
     bar = progress(f"measuring {num_alone} experts", num_alone + 2)
 
     def measured() -> ByTask:
@@ -138,7 +141,7 @@ def analyze_experts(model: str | Path, tasks: Mapping[str, Task], output_dir: st
         "layer": layer,
         "batch_size": batch_size,
         "summary": summary.model_dump(),
-        "expert_protocol": EXPERT_PROTOCOL,
+        "expert_protocol": EXPERT_PROTOCOL + OF_PARTS.format(number=num_parts) * (num_parts > 1),
         "metrics": {task: {name: scores[task]["metrics"] for name, scores in results.items()} for task in tasks},
         "routing": routing,
         "scales": {

@@ -159,9 +159,10 @@ def test_the_page_shows_all_pictures_and_the_last_layer(analyses, tmp_path):
     pictures = {"routing.png", "patches.png"}
     assert {path.name for path in out.iterdir()} == {"experts.md", "experts.json", "experts.html"} | pictures
     assert set(re.findall(r"\]\((\S+)\)", page)) == pictures and "layer 7 of the vision tower" in page
-    model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["clip_up"], towers=["text"])
+    model = upcycle(CLIPModel.from_pretrained("training/symbol_clip"), PRESETS["dense_price"], towers=["text"])
     small_experts.save(model, tmp_path / "model")
-    analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
+    beginning = analyze_experts(tmp_path / "model", RETRIEVAL, tmp_path / "out")
+    assert "Expert N is an FFN, the 4 from 4 N on" in beginning and "FFN" not in page
     assert {path.stem for path in (tmp_path / "out").glob("*.png")} == {"routing"}
 
 

@@ -237,6 +237,15 @@ def test_trained_ffns_become_experts_and_models_are_averaged(family, tmp_path):
     torch.testing.assert_close(mean.get_parameter(name), halves)
 
 
+def test_an_image_tower_alone_routes_as_it_is_told():
+    dense = tiny_dense(IMAGE_TOWERS[0])
+    routing = {"capacity_factor": 2.0, "routed_scaling_factor": 3.0}
+    config = upcycle(dense, PRESETS["dense_price"], routing={"vision_config": routing}).config
+    assert (config.capacity_factor, config.routed_scaling_factor) == (2.0, 3.0)
+    with pytest.raises(ValueError, match="text_config: the model has an image tower alone"):
+        upcycle(dense, PRESETS["dense_price"], routing={"text_config": routing})
+
+
 @pytest.mark.parametrize("preset", ["clip_up", "clip_fmoe"])
 def test_an_image_tower_alone_becomes_sparse_and_goes_into_a_llava(preset, tmp_path):
     (family,) = IMAGE_TOWERS

@@ -137,7 +137,7 @@ def seed_error(points: Sequence[Point]) -> tuple[float, int]:
     freedom."""
     gains = defaultdict(list)
     for sparse, dense in ((points[sparse], points[dense]) for sparse, dense in pairs(points)):
-        model = (sparse.width, sparse.experts, sparse.experts_per_token, sparse.pairs)
+        model = (sparse.width, sparse.experts, sparse.experts_per_token, sparse.parts, sparse.pairs)
         gains[sparse.world, sparse.facts, model, dense.width].append(known(sparse) - known(dense))
     several = [values for values in gains.values() if len(values) > 1]
     freedom = sum(len(values) - 1 for values in several)
@@ -176,7 +176,7 @@ def predict(law: Law, case: dict[str, Any]) -> Prediction:
     case = dict(case)
     why, rival_width = case.pop("why"), case.pop("rival_width", None)
     sparse = Case(**{"budget_width": case["width"], **case})
-    rival = dataclasses.replace(sparse, width=rival_width or sparse.width, experts=0)
+    rival = dataclasses.replace(sparse, width=rival_width or sparse.width, experts=0, parts=1)
     facts = law.facts(sparse.facts, sparse.world)
     models = model_of_case(sparse), model_of_case(rival)
     shares = [float(law.share(facts, model)) for model in models]
@@ -189,7 +189,8 @@ def predict(law: Law, case: dict[str, Any]) -> Prediction:
 
 def model_of_case(case: Case) -> TrainedModel:
     exposures = sum(steps(case)) * batch_size(case) / case.facts
-    parameters, dense = (costs(case.world, case.width, n, case.experts_per_token)[1] for n in (case.experts, 0))
+    experts = (case.experts, case.experts_per_token, case.parts)
+    parameters, dense = (costs(case.world, case.width, *of)[1] for of in (experts, (0, 2)))
     return TrainedModel(case.width, dense, exposures, parameters - dense)
 
 
@@ -207,8 +208,8 @@ def read_points(*files: Path, dead: bool = False) -> list[Point]:
     points = [Point(**point) for file in files for point in json.loads(file.read_text(encoding="utf-8"))]
     models: dict[tuple, Point] = {}
     for point in points:
-        model = (point.world, point.facts, point.width, point.experts, point.experts_per_token, point.pairs)
-        if models.setdefault((*model, point.rate, point.seed), point) is not point:
+        model = (point.world, point.facts, point.width, point.experts, point.experts_per_token, point.parts)
+        if models.setdefault((*model, point.pairs, point.rate, point.seed), point) is not point:
             raise ValueError(f"{', '.join(map(str, files))}: two points of one model and seed: {point}")
     return [point for point in points if is_dead(point) == dead]
 

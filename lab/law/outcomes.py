@@ -107,7 +107,7 @@ def cases_run(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Each model with 8 experts beside the dense one of its width, for `lab.law.estimate`: means over seeds."""
     gains = defaultdict(list)
     for sparse, dense in ((points[sparse], points[dense]) for sparse, dense in pairs(points)):
-        if dense.width > sparse.width or (sparse.experts, sparse.experts_per_token) != (8, 2):
+        if dense.width > sparse.width or (sparse.experts, sparse.experts_per_token, sparse.parts) != (8, 2, 1):
             continue
         case = {name: getattr(sparse, name) for name in ("world", "facts", "width", "experts", "experts_per_token")}
         case |= {"parameters": dense.parameters, "expert_parameters": sparse.parameters - dense.parameters}

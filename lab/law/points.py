@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from clip_moe.conversion.checkpoints import load_clip_config
+from clip_moe.conversion.upcycle import experts_of_ffn
 from clip_moe.engine.command_line import command
 from clip_moe.engine.provenance import Record, trainings
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model
@@ -106,7 +107,7 @@ def _trained(folder: Path) -> _Trained:
         text.hidden_size,
         text.num_experts if is_sparse else 0,
         text.num_experts_per_tok if is_sparse else 0,
-        text.intermediate_size // text.expert_size if is_sparse else 1,
+        experts_of_ffn(text) if is_sparse else 1,
         count_parameters(model)["layers"],
         counted["image"] + counted["text"],
         sum(attempt.seconds or 0 for attempt in record.attempts),

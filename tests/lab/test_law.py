@@ -63,6 +63,19 @@ def test_all_models_of_a_case_train_for_as_many_multiply_adds():
     assert flags["--rate"] == str(0.256 / 12) and flags["--stages"].endswith("upcycled,clip_up,sparse_score")
 
 
+def test_experts_that_are_parts_of_an_ffn_count_as_such(tmp_path):
+    """32 quarters have the parameters of 8 experts and more routers; their rival is a dense model as any other."""
+    case = {"world": "names", "facts": 1024, "width": 16, "exposures": 640, "experts": 32, "experts_per_token": 4}
+    quarters, whole = Case(**case, parts=4), Case("names", 1024, 16, 640, experts=8)
+    added, of_whole = (model_of_case(one).experts for one in (quarters, whole))
+    assert of_whole < added < 1.1 * of_whole
+    predicted = predict(fitted_law()[0], case | {"parts": 4, "why": "narrow"})
+    assert predicted.rival == Case("names", 1024, 16, 640, experts_per_token=4, budget_width=16)
+    (point, *_) = json.loads((CARD / "points.json").read_text(encoding="utf-8"))
+    (tmp_path / "points.json").write_text(json.dumps([point, point | {"parts": 4}]))
+    assert [point.parts for point in read_points(tmp_path / "points.json")] == [1, 4]
+
+
 @pytest.mark.slow
 def test_the_predictions_follow_from_the_points_that_were_committed_before():
     made = json.loads((CARD / "predictions.json").read_text(encoding="utf-8"))
