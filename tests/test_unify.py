@@ -128,6 +128,8 @@ def test_command(make, tmp_path, capsys):
     number = AutoModel.from_pretrained(tmp_path / "out").config.text_config.num_experts
     assert capsys.readouterr().out.count("largest difference in expert") == 3 * number
     assert AutoProcessor.from_pretrained(tmp_path / "out")(text="a cat") == processor()(text="a cat")
+    with pytest.raises(SystemExit, match="the 4 experts of a token in dense_price are parts of an FFN"):
+        command("unify", tmp_path / "parts", "--model", base, "--experts", *experts, "--preset", "dense_price")
     with pytest.raises(ValueError, match="model's expert [01]: .* differ from the source's"):
         verify(base, experts[::-1], tmp_path / "out")
     preset = dataclasses.replace(PLAIN, norm_topk_prob=False)  # weights need not sum to 1

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from clip_moe.conversion.model_stage import ModelStage
 from clip_moe.conversion.presets import OF_EXPERTS, PRESETS, PresetField, changed_preset
 from clip_moe.engine.context import Context
-from clip_moe.engine.settings import STRICT
+from clip_moe.engine.settings import STRICT, refuse
 from clip_moe.engine.stage import Model
 
 CHANGEABLE = tuple(field for field in get_args(PresetField) if field not in OF_EXPERTS)
@@ -48,7 +48,15 @@ class UnifyStage(ModelStage):
 
     @model_validator(mode="after")
     def _take_towers(self):
-        self.towers = [*PRESETS[self.preset].towers] if self.towers is None else self.towers
+        preset = PRESETS[self.preset]
+        self.towers = [*preset.towers] if self.towers is None else self.towers
+        refuse(
+            (
+                preset.moe_intermediate_size is not None and "num_experts_per_tok" not in self.changes,
+                f"preset: the {preset.num_experts_per_tok} experts of a token in {self.preset} are parts of an FFN, "
+                "and here each is a whole one: set changes.num_experts_per_tok, or take another preset",
+            )
+        )
         return self
 
     def run(self, inputs: SimpleNamespace, context: Context, directory: Path) -> None:
