@@ -117,6 +117,15 @@ def trained_model(config: PreTrainedConfig, exposures: float) -> TrainedModel:
     return TrainedModel(width, parameters - experts, exposures, experts)
 
 
+def unmeasured_experts(config: PreTrainedConfig) -> list[str]:
+    """What lies outside of what was measured in a sparse model's experts, a sentence each."""
+    kinds = {(t.expert_size / t.intermediate_size, t.num_experts_per_tok) for t in sparse_towers(config).values()}
+    return [
+        f"experts {width:.3g} of the FFN wide, {active} a token, and whole FFNs, 2 a token, were measured"
+        for width, active in sorted(kinds - {(1, 2)})
+    ]
+
+
 @dataclass(frozen=True)
 class CountedCaptions:
     """Captions of data.

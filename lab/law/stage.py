@@ -55,7 +55,7 @@ class EstimateStage(EvaluateStage):
 
     def _estimate(self, inputs: SimpleNamespace) -> str:
         from clip_moe.conversion.checkpoints import load_clip_config
-        from lab.law.estimate import CAVEAT, count_captions, estimate, trained_model
+        from lab.law.estimate import CAVEAT, count_captions, estimate, trained_model, unmeasured_experts
         from lab.law.law import fitted_law
         from modeling_clip_moe.families import sparse_towers
 
@@ -71,8 +71,8 @@ class EstimateStage(EvaluateStage):
                 raise ValueError(f"{self.name}.models: {row} is {'' if sparse_towers(config) else 'not '}sparse")
         shown = {row: pairs_shown(folder) / counted.different for row, folder in folders.items()}
         estimated = estimate(facts, *(trained_model(configs[row], shown[row]) for row in ROWS))
-        if estimated.outside:
-            sentence = f"no verdict. {'; '.join(estimated.outside)}."
+        if outside := [*unmeasured_experts(configs[SPARSE]), *estimated.outside]:
+            sentence = f"no verdict. {'; '.join(outside)}."
         else:
             sentence = f"{estimated.sentence} {CAVEAT}"
         return f"{counted.sentence}\n\n*Estimated*, with experts: {sentence}"

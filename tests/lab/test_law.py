@@ -16,7 +16,7 @@ from clip_moe.engine.yaml_files import read_yaml
 from lab import ROOT
 from lab.cards.frontier import at_best_rate, points_of_budget
 from lab.law.cases import Case, arguments, batch_size, costs, steps
-from lab.law.estimate import count_captions, estimate, trained_model
+from lab.law.estimate import count_captions, estimate, trained_model, unmeasured_experts
 from lab.law.fit import at_rule_rate, fitted, model_of_case, predict, read_points
 from lab.law.law import FITTED, Errors, Facts, Law, TrainedModel, fitted_law, interval, law_of, probability
 from lab.law.outcomes import write_outcomes
@@ -223,6 +223,9 @@ def test_an_estimate_is_that_of_the_law_for_the_counts_of_the_models():
     sparse = sparse_config(dense, PRESETS["clip_up"])
     shared = trained_model(shared_config(dense), 640)
     assert shared.experts == 0 and 2 * shared.dense == trained_model(dense, 640).dense
+    told = "experts 0.25 of the FFN wide, 4 a token, and whole FFNs, 2 a token, were measured"
+    assert unmeasured_experts(sparse_config(dense, PRESETS["dense_price"])) == [told]
+    assert not unmeasured_experts(sparse)
     by_case = model_of_case(case)
     assert trained_model(sparse, by_case.exposures) == by_case
     law, _ = fitted_law()
