@@ -135,7 +135,7 @@ def sparse_layers(chosen: SparseLayers, tower: str, num_layers: int) -> list[int
     layers = list(LAYERS[chosen](num_layers)) if chosen in tuple(LAYERS) else chosen
     if not isinstance(layers, list | tuple) or not layers:
         hint = did_you_mean(chosen, LAYERS) if isinstance(chosen, str) else ""
-        hint = ", which is none" if chosen in tuple(LAYERS) else hint
+        hint = ", which chooses none" if chosen in tuple(LAYERS) else hint
         raise ValueError(
             f"sparse_layers of the {tower} tower is {chosen!r}{hint}: it must be one of {', '.join(LAYERS)}, or a list "
             f"of layers, of the {num_layers} that the tower has"

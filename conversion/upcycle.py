@@ -322,7 +322,7 @@ def change_routing(config: SparseMoEConfig, routing: Mapping[str, Mapping[str, A
     towers = {f"{name}_config": tower for name, (_, tower) in towers_of(config).items()}
     for tower, changes in routing.items():
         if changes and tower not in towers:
-            raise ValueError(f"{tower}: the model has an image tower alone")
+            raise ValueError(f"{tower}: the model has an image tower alone; set vision_config")
         if unknown := sorted(changes.keys() - ROUTING_FIELDS):
             raise ValueError(
                 f"{tower}: a sparse tower has no field {', '.join(map(repr, unknown))} to set here, only "

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from clip_moe.conversion.presets import PRESETS, Preset
 from clip_moe.conversion.upcycle import inexact_starts, sparse_ffns, upcycle
 from clip_moe.conversion.verification import sample_inputs
-from clip_moe.engine.command_line import run_program
+from clip_moe.engine.command_line import command
 from clip_moe.evaluation.costs import count_multiply_adds, count_parameters, meta_model, paper_config
 from lab.speed.page import Output, page, table
 from modeling_clip_moe.families import model_class
@@ -59,12 +59,12 @@ def rows(size: str, seed: int) -> Iterator[list[str]]:
             yield [size, "dense", "", *costs, "", ""]
             continue
         num_experts, shared, top_k = numbers
-        title = f"{num_experts} + {shared}" if shared else f"{num_experts}"
+        routed, active = (f"{number} + {shared}" if shared else f"{number}" for number in (num_experts, top_k))
         reasons = {reason for tower in sparse_ffns(sparse.config).values() for reason in inexact_starts(tower)}
-        start = f"{distance(dense, sparse):.1e}"
-        yield [size, title, f"{top_k} + {shared}" if shared else f"{top_k}", *costs, start, "; ".join(reasons)]
+        yield [size, routed, active, *costs, f"{distance(dense, sparse):.1e}", "; ".join(reasons)]
 
 
+@command
 def starts(*, output: Output = None, seed: int = 0) -> str:
     """Random models of two sizes, upcycled to quarters of their FFNs: step 0, parameters and multiply-adds.
 
@@ -83,4 +83,4 @@ def starts(*, output: Output = None, seed: int = 0) -> str:
 
 
 if __name__ == "__main__":
-    run_program("python -m lab.starts", __doc__, {"starts": starts})
+    starts.main()

@@ -57,7 +57,7 @@ def test_presets_that_no_model_fits():
     unknown = changed_preset("clip_moe", {"sparse_layers": "every_secnd"})
     with pytest.raises(ValueError, match=r"\(did you mean 'every_second'\?\): .*, of the 24 that"):
         sparse_config(DENSE, unknown, ["vision"])
-    with pytest.raises(ValueError, match="text tower is 'every_second', which is none: .*, of the 1 that"):
+    with pytest.raises(ValueError, match="text tower is 'every_second', which chooses none: .*, of the 1 that"):
         sparse_config(CLIPConfig(text_config={"num_hidden_layers": 1}), PRESETS["dense_price"])
     for field, value in (("sparse_layers", "all"), ("moe_intermediate_size", 24)):
         with pytest.raises(ValueError, match=f"{field} names text, but .* are text, vision"):

@@ -33,6 +33,7 @@ from clip_moe.engine.runner import run_recipe
 from clip_moe.engine.yaml_files import read_yaml
 from clip_moe.training.stages.steps import StepsStage
 from lab import ROOT, recipe_file
+from lab.law.cases import RATE
 from lab.speed.page import Output, Rounds, in_own_process, machine, page, table
 
 # System -> its recipe, the stages of it that stay, and what makes them short
@@ -119,11 +120,10 @@ def time_clock(*, output: Output = None, rounds: Rounds = 2) -> str:
     seconds = (1000 * reference["seed_model"] + 3000 * reference["model"]) / 2
     rows, commands = [], []
     for name, shape in clock_shapes().items():
-        rate = 0.256 / shape.get("width", 16)
+        rate = RATE / shape.get("width", 16)
         seed_steps = round(seconds / 5 / step[name]["seed_model"])
         steps = round(seconds * 4 / 5 / step[name]["model"])
-        milliseconds = [f"{step[name][stage] * 1000:.1f}" for stage in ("seed_model", "model")]
-        rows.append([name, *milliseconds, f"{seed_steps:,} + {steps:,}"])
+        rows.append([name, *(f"{1000 * own:.1f}" for own in step[name].values()), f"{seed_steps:,} + {steps:,}"])
         changes = shape | {"seed_steps": seed_steps, "steps": steps}
         changes |= {"seed_rate": f"{rate / 2:.2e}", "rate": f"{rate:.2e}"}
         flags = " ".join(f"--{key} {value}" for key, value in changes.items())
