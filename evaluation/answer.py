@@ -1,133 +1,231 @@
-"""The outcome of fine-tuning a dense and a sparse model from one base, in a few sentences: the head of its report."""
+"""The outcome of fine-tuning dense and sparse models from one base, in a few sentences and a table: the head of its
+report."""
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from clip_moe.engine.intervals import LEVEL, Reach, mean_reach, score_difference_reach
-from clip_moe.engine.markdown import code, escape
+from clip_moe.engine.markdown import code, escape, markdown_table
 from clip_moe.engine.outcome import Training
+from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.report import arrange
 
-# Rows of the models to compare. `dense` and `sparse` are half way between a model and its fine-tuned weights, which may
-# have rows, too
-BASE, DENSE, SPARSE = COMPARED = ("base", "dense", "sparse")
-TUNED = ", fine-tuned weights"
+BASE = "base"
 # An interval that reaches no further needs no larger test
 FINE = 0.05
 Rows = Mapping[str, Mapping[str, Any]]
 # A difference, and how far its interval reaches; None: it has none
 Gain = tuple[float, Reach | None]
+# What a model learned and, if that was measured, kept, over the base
+Gains = Mapping[str, Gain]
 
 
 class Answer(NamedTuple):
-    """The outcome of fine-tuning, as markdown: whether experts helped, which folder to use, and the evidence; and
-    the model to use, as results call it."""
+    """The outcome of fine-tuning, as markdown: whether experts helped, which folder to use, and the evidence; the
+    model to use, as results call it; and what all models learned and kept."""
 
     verdict: str
     advice: str
     details: str
     use: str
+    gains: Mapping[str, Gains]
 
 
 def answer(
     results: Sequence[dict[str, Any]],
     learned: Collection[str],
     folders: Mapping[str, str],
+    sparse: Collection[str] = (),
     trainings: Mapping[str, Mapping[str, Training]] = MappingProxyType({}),
+    keep_at_least: float = 1.0,
 ) -> Answer:
     """Sentences on what was learned, what was kept, whether experts helped, and which folder to use.
 
-    Compares the means of weights before and after fine-tuning; or the fine-tuned weights, if the dense mean learned
-    less than those and did not keep more.
-
-    Experts helped if the sparse model learned more than the dense one by more than the interval over test samples, and
-    did not keep less by more than its interval; without an interval, any loss counts. There is no verdict where either
-    training did not leave chance or collapsed.
+    The model to use is the one that learned most, of those that lost no more than the user allows; where no interval
+    shows that it learned anything, it is the base. Experts helped if the sparse model that learned most of these is
+    above the dense one by more than the interval over test samples. A model whose training did not leave chance or
+    collapsed is left out, and without a dense or a sparse model there is no verdict.
 
     Args:
-        results: of `clip_moe.evaluation.evaluate.evaluate_model`, for the models `COMPARED`; perhaps for two `TUNED`.
+        results: of `clip_moe.evaluation.evaluate.evaluate_model`, for `BASE` and other models.
         learned: tasks on what was to be learned, with intervals. All others are on what was to be kept.
         folders: model -> its folder.
+        sparse: models with experts.
         trainings: model -> name of a stage -> the training that the model is from.
+        keep_at_least: points of what the base knows that a model may lose.
     """
     table = arrange(results)
-    kept = [task for task in table[BASE] if task not in learned]
-    tasks_of_goal = {goal: tasks for goal, tasks in (("learned", learned), ("kept", kept)) if tasks}
-    way, tuned = None, ""
-    if DENSE + TUNED in table:
-        half = {goal: _gain(table[DENSE], table[DENSE + TUNED], tasks) for goal, tasks in tasks_of_goal.items()}
-        way = ", ".join(f"{goal} {_points(gain)}" for goal, gain in half.items())
-        way = (
-            "*Half way*: `dense` and `sparse` are means of the weights before and after fine-tuning. The dense mean "
-            f"against the fine-tuned weights alone: {way}."
-        )
-        if _high(half["learned"]) < 0 and ("kept" not in half or _low(half["kept"]) <= 0):
-            table = {**table, **{model: table[model + TUNED] for model in (DENSE, SPARSE)}}
-            folders, tuned = {**folders, **{model: folders[model + TUNED] for model in (DENSE, SPARSE)}}, TUNED
-            way += " So the fine-tuned weights are compared here."
-    between = {goal: _gain(table[SPARSE], table[DENSE], tasks) for goal, tasks in tasks_of_goal.items()}
-    helped, why = _verdict(**between)
-    best = SPARSE if helped else DENSE
-    ended = {
-        row: {name: training for name, training in trainings.get(row, {}).items() if training.outcome}
-        for row in (DENSE, SPARSE)
+    tasks_of_goal = {"learned": [*learned], "kept": [task for task in table[BASE] if task not in learned]}
+    tasks_of_goal = {goal: tasks for goal, tasks in tasks_of_goal.items() if tasks}
+    gains = {
+        model: {goal: _gain(table[model], table[BASE], tasks) for goal, tasks in tasks_of_goal.items()}
+        for model in table
+        if model != BASE
     }
-    dead = {row: end for row, ends in ended.items() for end in ends.values() if end.is_dead}
-    if dead:
-        why, best = "No verdict on experts.", next((row for row in (DENSE, SPARSE) if row not in dead), DENSE)
+    ended = {model: {name: t for name, t in trainings.get(model, {}).items() if t.outcome} for model in gains}
     outcomes = dict.fromkeys(f"{code(name)} {end.outcome}." for ends in ended.values() for name, end in ends.items())
-    why = " ".join([*outcomes, why])
-    gains = {goal: _gain(table[best], table[BASE], tasks) for goal, tasks in tasks_of_goal.items()}
-    folders = {model: code(folder) for model, folder in folders.items()}
-    use, used = f"Use {folders[best]}, the {best} model.", best + tuned
-    change = "; ".join(end.advice for end in ended[best].values())
-    if best in dead or _low(gains["learned"]) <= 0:
-        used = BASE
-    if best in dead:
-        use = f"Use {folders[BASE]}."
-    elif _high(gains["learned"]) < 0:
-        use = (
-            f"The {best} model is worse at it than the base: use {folders[BASE]}, or {change or 'change the settings'}."
+    alive = [model for model in gains if not any(end.is_dead for end in ended[model].values())]
+    within = [model for model in alive if round(100 * _kept(gains[model])[0], 6) >= -keep_at_least]
+    best = {
+        kind: max(models, key=lambda model: gains[model]["learned"][0])
+        for kind, models in (
+            ("dense", [model for model in within if model not in sparse]),
+            ("sparse", [model for model in within if model in sparse]),
         )
-    elif _low(gains["learned"]) <= 0:
-        use = (
-            f"Whether the {best} model learned anything is inconclusive: use {folders[BASE]}, or "
-            f"{change or 'raise the epochs, the learning rate or the number of test pictures'}."
-        )
-    if dead:
-        use += f" To train again: {'; '.join(dict.fromkeys(end.advice for end in dead.values()))}."
-    lines = []
-    for goal, tasks in tasks_of_goal.items():
-        lines.append(f"*{goal.capitalize()}*, {best} against base: {_points(gains[goal])}. {_scores(table, tasks)}")
-    if not kept:
+        if models
+    }
+    use = max(best.values(), key=lambda model: gains[model]["learned"][0], default=BASE)
+    advice, use = _advice(table, learned, folders, gains, ended, within, use, keep_at_least)
+    verdict = _verdict(table, learned, best, len(alive) < len(gains), "kept" in tasks_of_goal, keep_at_least)
+    lines = [_table(table, tasks_of_goal, gains, within, frontier(gains), use)]
+    if "kept" not in tasks_of_goal:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
-    lines += [way] if way else []
+    lines.append(_scores(table, tasks_of_goal))
+    lines.append(_test_size(table, learned, list(gains)))
+    return Answer(" ".join([*outcomes, verdict]), advice, "\n\n".join(lines), use, gains)
+
+
+def frontier(gains: Mapping[str, Gains]) -> list[str]:
+    """The models that no other one beats: none both learned and kept at least as much, and one of them more."""
+    places = {model: (of_model["learned"][0], _kept(of_model)[0]) for model, of_model in gains.items()}
+
+    def is_beaten(place: tuple[float, float]) -> bool:
+        return any(other[0] >= place[0] and other[1] >= place[1] and other != place for other in places.values())
+
+    return [model for model, place in places.items() if not is_beaten(place)]
+
+
+def draw_frontier(gains: Mapping[str, Gains], sparse: Collection[str], keep_at_least: float, path: Path) -> None:
+    """What models learned over what they kept, with intervals, and the loss that is allowed."""
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for model, of_model in {BASE: dict.fromkeys(("learned", "kept"), (0.0, None)), **gains}.items():
+        (y, y_reach), (x, x_reach) = of_model["learned"], of_model["kept"]
+        errors = {
+            name: [[100 * reach[0]], [100 * reach[1]]]
+            for name, reach in (("xerr", x_reach), ("yerr", y_reach))
+            if reach is not None
+        }
+        color = "C1" if model in sparse else "C7" if model == BASE else "C0"
+        axis.errorbar(100 * x, 100 * y, fmt="o", color=color, elinewidth=0.7, **errors)
+        axis.annotate(plot_text(model), (100 * x, 100 * y), (4, 4), textcoords="offset points", fontsize=8)
+    axis.axvline(-keep_at_least, color="C7", linewidth=0.8, linestyle="dotted")
+    axis.set_xlabel("kept, points over the base")
+    axis.set_ylabel("learned, points over the base")
+    axis.spines[["top", "right"]].set_visible(False)
+    save(figure, path)
+
+
+def _advice(
+    table: Mapping[str, Rows],
+    learned: Collection[str],
+    folders: Mapping[str, str],
+    gains: Mapping[str, Gains],
+    ended: Mapping[str, Mapping[str, Training]],
+    within: Sequence[str],
+    best: str,
+    keep_at_least: float,
+) -> tuple[str, str]:
+    """Which folder to use and why, and which model that is."""
+    again = dict.fromkeys(end.advice for ends in ended.values() for end in ends.values())
+    base = code(folders[BASE])
+    if best == BASE:
+        alive = [model for model in gains if not any(end.is_dead for end in ended[model].values())]
+        if not alive:
+            return f"Use {base}. To train again: {'; '.join(again)}.", BASE
+        closest = max(alive, key=lambda model: _kept(gains[model])[0])
+        lost = -100 * _kept(gains[closest])[0]
+        return (
+            f"Use {base}: no model keeps what you ask for. {escape(closest)} loses least, {lost:.1f} points: "
+            f"`--keep_at_least {math.ceil(10 * lost - 1e-6) / 10}` allows it.",
+            BASE,
+        )
+    change = "; ".join(dict.fromkeys(end.advice for end in ended[best].values()))
+    gain = gains[best]["learned"]
+    if _high(gain) < 0:
+        change = change or "change the settings"
+        return f"The {escape(best)} model is worse at it than the base: use {base}, or {change}.", BASE
+    if _low(gain) <= 0:
+        change = change or "raise the epochs, the learning rate or the number of test pictures"
+        return f"Whether the {escape(best)} model learned anything is inconclusive: use {base}, or {change}.", BASE
+    advice = f"Use {code(folders[best])}, the {escape(best)} model."
+    leads = {model: _gain(table[best], table[model], learned) for model in within if model != best}
+    if open_leads := [escape(model) for model, lead in leads.items() if _low(lead) <= 0]:
+        advice += f" That it learned more than {' and '.join(open_leads)} is inconclusive."
+    if "kept" in gains[best] and _low(gains[best]["kept"]) * 100 < -keep_at_least:
+        kept = _points(gains[best]["kept"])
+        advice += f" That it keeps within {_limit(keep_at_least)} is inconclusive: {kept}."
+    if any(end.is_dead for ends in ended.values() for end in ends.values()):
+        advice += f" To train again: {'; '.join(again)}."
+    return advice, best
+
+
+def _verdict(
+    table: Mapping[str, Rows],
+    learned: Collection[str],
+    best: Mapping[str, str],
+    some_are_dead: bool,
+    kept_is_measured: bool,
+    keep_at_least: float,
+) -> str:
+    if some_are_dead:
+        return "No verdict on experts."
+    if len(best) < 2:
+        only = f"only {next(iter(best))} models keep" if best else "no model keeps"
+        return f"No verdict on experts: {only} within {_limit(keep_at_least)} of the base."
+    gain = _gain(table[best["sparse"]], table[best["dense"]], learned)
+    size = f"{_points(gain)} against the dense model"
+    size += f", both within {_limit(keep_at_least)} of what the base keeps" if kept_is_measured else ""
+    if _low(gain) > 0:
+        return f"Experts helped: {size}."
+    if _high(gain) < 0:
+        return f"Experts did not help: {size}."
+    return f"Whether experts helped is inconclusive: {size}."
+
+
+def _table(
+    table: Mapping[str, Rows],
+    tasks_of_goal: Mapping[str, Sequence[str]],
+    gains: Mapping[str, Gains],
+    within: Sequence[str],
+    best: Sequence[str],
+    use: str,
+) -> str:
+    """A row a model: its mean scores, and their difference to the base's."""
+    rows = []
+    for model in table:
+        cells = [escape(model)]
+        for goal, tasks in tasks_of_goal.items():
+            score = mean(table[model][task]["metrics"][m] for task in tasks for m in table[model][task]["primary"])
+            cells += [f"{score:.1%}", "" if model == BASE else _number(gains[model][goal])]
+        notes = ["use this"] * (model == use) + ["on the frontier"] * (model in best)
+        notes += ["keeps too little"] * (model != BASE and model not in within)
+        rows.append([*cells, ", ".join(notes)])
+    head = [cell for goal in tasks_of_goal for cell in (goal, "points over base")]
+    return markdown_table(["model", *head, ""], rows)
+
+
+def _test_size(table: Mapping[str, Rows], learned: Collection[str], models: Sequence[str]) -> str:
     number = sum(table[BASE][task]["num_samples"] for task in learned)
     size = f"{number:,} for what was learned"
-    if max(between["learned"][1]) > FINE:
-        needed = _pictures_needed(table[SPARSE], table[DENSE], learned)
-        size += f"; ± {100 * FINE:.0f} points take about {needed:,}"
+    pairs = [(table[model], table[other]) for model, other in itertools.combinations(models, 2)]
+    widest = max(pairs, key=lambda pair: max(_gain(*pair, learned)[1]), default=None)
+    if widest and max(_gain(*widest, learned)[1]) > FINE:
+        size += f"; ± {100 * FINE:.0f} points take about {_pictures_needed(*widest, learned):,}"
         by_class = any((table[BASE][task].get("texts") or {}).get("kind") == "prompts" for task in learned)
         size += "" if by_class else ", each with a caption of its own"
-    lines.append(
+    return (
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
         "may change more."
     )
-    return Answer(why, use, "\n\n".join(lines), used)
 
 
-def _verdict(learned: Gain, kept: Gain = (0.0, None)) -> tuple[bool, str]:
-    size = f"{_points(learned)} against the dense model"
-    if _low(learned) > 0 and _high(kept) >= 0:
-        return True, f"Experts helped: {size}."
-    if _low(learned) > 0:
-        return False, f"Experts learned more, {size}, and forgot more, {_points(kept)}."
-    if _high(learned) < 0:
-        return False, f"Experts did not help: {size}."
-    return False, f"Whether experts helped is inconclusive: {size}."
+def _kept(gains: Gains) -> Gain:
+    return gains.get("kept", (0.0, None))
 
 
 def _gain(rows: Rows, others: Rows, tasks: Collection[str]) -> Gain:
@@ -157,18 +255,30 @@ def _high(gain: Gain) -> float:
 
 
 def _points(gain: Gain) -> str:
-    return f"{100 * gain[0]:+.1f}" + (f" ± {100 * max(gain[1]):.1f}" if gain[1] else "") + " points"
+    return f"{_number(gain)} points"
 
 
-def _scores(table: Mapping[str, Rows], tasks: Collection[str]) -> str:
+def _number(gain: Gain) -> str:
+    return f"{100 * gain[0]:+.1f}" + (f" ± {100 * max(gain[1]):.1f}" if gain[1] else "")
+
+
+def _limit(keep_at_least: float) -> str:
+    return f"{keep_at_least:g} point{'s' * (keep_at_least != 1)}"
+
+
+def _scores(table: Mapping[str, Rows], tasks_of_goal: Mapping[str, Sequence[str]]) -> str:
+    """What was measured: each score of each task."""
     parts = []
-    for task in tasks:
-        for metric, name in table[BASE][task]["primary"].items():
-            scores = ", ".join(f"{model} {table[model][task]['metrics'][metric]:.1%}" for model in COMPARED)
-            result, choices = table[BASE][task], ""
-            if metric.startswith("image_to_text"):
-                choices = f" ({result['num_captions']:,} captions to choose from)"
-            elif metric.startswith("text_to_image"):
-                choices = f" ({result['num_samples']:,} pictures to choose from)"
-            parts.append(f"{escape(result['title'])}, {escape(name)}{choices}: {scores}.")
-    return " ".join(parts)
+    for goal, tasks in tasks_of_goal.items():
+        for task in tasks:
+            for metric, name in table[BASE][task]["primary"].items():
+                scores = ", ".join(
+                    f"{escape(model)} {rows[task]['metrics'][metric]:.1%}" for model, rows in table.items()
+                )
+                result, choices = table[BASE][task], ""
+                if metric.startswith("image_to_text"):
+                    choices = f" ({result['num_captions']:,} captions to choose from)"
+                elif metric.startswith("text_to_image"):
+                    choices = f" ({result['num_samples']:,} pictures to choose from)"
+                parts.append(f"*{goal.capitalize()}*: {escape(result['title'])}, {escape(name)}{choices}: {scores}.")
+    return "\n\n".join(parts)

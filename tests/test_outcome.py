@@ -212,7 +212,7 @@ def test_the_answer_follows_from_the_outcome(dense, sparse, scores, begins, ends
         for row, score in rows.items()
     ]
     row_trainings = {"dense": {"d_tuned": dense}, "sparse": {"s_tuned": sparse}}
-    answered = answer(results, ["learned"], {row: f"in/{row}" for row in rows}, row_trainings)
+    answered = answer(results, ["learned"], {row: f"in/{row}" for row in rows}, ["sparse"], row_trainings)
     told = f"**{answered.verdict}** {answered.advice}"
     outcomes = [f"`{name}` {end.outcome}. " for name, end in (("d_tuned", dense), ("s_tuned", sparse)) if end.outcome]
     assert told.startswith(f"**{''.join(outcomes)}{begins}") and ends in told

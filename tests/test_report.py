@@ -12,7 +12,7 @@ import pytest
 from clip_moe.engine.intervals import difference_reach, score_reach, share_reach
 from clip_moe.engine.markdown import escape, item
 from clip_moe.engine.messages import one_line
-from clip_moe.evaluation.answer import COMPARED, answer
+from clip_moe.evaluation.answer import answer
 from clip_moe.evaluation.benchmarks.specs import GROUPS
 from clip_moe.evaluation.commands import report
 from clip_moe.evaluation.figures import plot_text
@@ -198,11 +198,14 @@ def test_any_text_is_only_text(tmp_path, text, figures):
     assert figures[0].axes[0].get_yticklabels()[1].get_text() == " _plain_"
 
 
+ROWS = ("base", "dense", "sparse")
+
+
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_any_text_is_only_text_outside_of_reports(text):
     """In sentences of an answer and an estimate, in lists and alone in a line."""
-    scores = {model: result(model, "learned", title=text, primary={"recall": text}) for model in COMPARED}
-    answered = answer(list(scores.values()), ["learned"], dict.fromkeys(COMPARED, text))
+    scores = {model: result(model, "learned", title=text, primary={"recall": text}) for model in ROWS}
+    answered = answer(list(scores.values()), ["learned"], dict.fromkeys(ROWS, text), ["sparse"])
     parts = [
         f"**{answered.verdict}** {answered.advice}",
         answered.details,

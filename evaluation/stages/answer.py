@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 # Name of the task on what was to be learned
 LEARNED = "learned"
+# What models learned over what they kept
+FRONTIER = "frontier.png"
 
 
 @dataclass(config=STRICT, kw_only=True)
 class AnswerStage(EvaluateStage):
-    """Compares a dense and a sparse model fine-tuned from the same base: what they learned, what they kept, whether
+    """Compares dense and sparse models fine-tuned from the row `base`: what they learned, what they kept, whether
     experts helped, and which folder to use. The report of an `evaluate` stage follows.
-
-    It compares the rows `base`, `dense` and `sparse`. Other rows appear only in the report.
 
         clip-moe answer runs/answer --split runs/pictures --models.base training/symbol_clip --models.dense \\
             runs/tuned --models.sparse runs/sparse
@@ -44,11 +44,13 @@ class AnswerStage(EvaluateStage):
     tasks: list[Wanted] = Field(default_factory=list)
     # Row to compare the others with.
     baseline: str | None = "base"
+    # Points of what the base knows of `tasks` that the model to use may lose.
+    keep_at_least: float = Field(default=1.0, ge=0, le=100)
 
     @model_validator(mode="after")
     def _check_rows(self):
-        if missing := [row for row in ("base", "dense", "sparse") if row not in self.models]:
-            raise ValueError(f"models needs rows base, dense and sparse, but has no {', '.join(missing)}")
+        if "base" not in self.models or len(self.models) < 2:
+            raise ValueError(f"models needs a row base and others, but has {', '.join(self.models)}")
         return self
 
     def usage(self, directory: Path) -> str:
@@ -77,16 +79,20 @@ class AnswerStage(EvaluateStage):
     ) -> tuple[str, dict]:
         import torch
 
-        from clip_moe.evaluation.answer import answer
+        from clip_moe.conversion.checkpoints import load_clip_config
+        from clip_moe.evaluation.answer import answer, draw_frontier
         from clip_moe.evaluation.ensemble import open_model
         from clip_moe.evaluation.examples import examples_table, find_examples
+        from modeling_clip_moe.families import sparse_towers
 
         ends = self.trainings(results, inputs)
         trainings_of_rows = {
             row: {folder.name: ends[folder] for folder in trainings(Path(model))}
             for row, model in inputs.models.items()
         }
-        answered = answer(results, [LEARNED], inputs.models, trainings_of_rows)
+        sparse = [row for row, model in inputs.models.items() if sparse_towers(load_clip_config(model))]
+        limit = self.keep_at_least
+        answered = answer(results, [LEARNED], inputs.models, sparse, trainings_of_rows, limit)
         write_text(directory / ANSWER, json.dumps({"verdict": answered.verdict, "use": answered.use}))
         task = self.tasks_of(inputs)[LEARNED]
         source, dtype = inputs.models[answered.use], getattr(torch, self.dtype)
@@ -105,4 +111,8 @@ class AnswerStage(EvaluateStage):
             answered.details,
             " ".join(map(escape, sentences)),
         )
-        return "\n\n".join(parts), pictures
+        if not self.tasks:
+            return "\n\n".join(parts), pictures
+        picture = {FRONTIER: lambda path: draw_frontier(answered.gains, sparse, limit, path)}
+        shown = (*parts[:3], f"![learned over kept]({FRONTIER})", *parts[3:])
+        return "\n\n".join(shown), pictures | picture
