@@ -156,7 +156,7 @@ def _advice(
     leads = {model: _gain(table[best], table[model], learned) for model in within if model != best}
     if open_leads := [escape(model) for model, lead in leads.items() if _low(lead) <= 0]:
         advice += f" That it learned more than {' and '.join(open_leads)} is inconclusive."
-    if "kept" in gains[best] and _low(gains[best]["kept"]) * 100 < -keep_at_least:
+    if "kept" in gains[best] and round(100 * _low(gains[best]["kept"]), 6) < -keep_at_least:
         kept = _points(gains[best]["kept"])
         advice += f" That it keeps within {_limit(keep_at_least)} is inconclusive: {kept}."
     if any(end.is_dead for ends in ended.values() for end in ends.values()):

@@ -60,8 +60,7 @@ SMALLER = {
     "--defaults.train_llava.data.num_samples 64",
     "clip-moe train runs/moe-vie-tuned": "--max_steps 2",
     "data.draw symbols": "--number 64",
-    "clip-moe finetune": "--global_batch_size 16 --dense_tuned.num_epochs 1 --sparse_tuned.num_epochs 1 "
-    "--report.max_rows 32",
+    "clip-moe finetune": "--global_batch_size 16 --defaults.train.num_epochs 1 --report.max_rows 32",
     "data.draw icons": "--kinds 'brands 16' --number 64",
     "--config training/recipes/own_pictures.yaml": "--defaults.train.global_batch_size 16 "
     "--defaults.train.warmup_steps 0 --seed_model.max_steps 1 --dense_short.max_steps 1 --sparse_short.max_steps 1 "

@@ -19,6 +19,7 @@ from clip_moe.evaluation.answer import answer as answer_of
 from clip_moe.evaluation.results import slug
 
 FLAGS = ["--global_batch_size", "16", "--learning_rate", "1e-3"]
+MODELS = ("dense", "dense, half way", "dense, kept", "sparse, kept")
 NUMBERS = [f"number {number}" for number in range(120)]
 
 
@@ -81,7 +82,7 @@ def test_a_folder_without_a_test(tmp_path, dense, capsys):
     assert train.isdisjoint(test) and len(rows["train"]) + len(rows["test"]) == 60 and len(rows["test"]) == 6
     report = (output / "report" / "report.md").read_text()
     assert "dense: Training has 54 pairs with " in told
-    title, first, _, table, learned, kept = report.split("\n\n")[:6]
+    title, first, _, table, picture, gains, *scores = report.split("\n\n")
     assert title == "# Did the model learn your pictures, and did experts help?"
     shown = re.findall(r"!\[picture \d\]\((\w+.png)\) \| (a picture of number \d+) \| (.+) \|", table)
     assert 3 <= len(shown) <= 6 and len(table.splitlines()) == 2 + len(shown)
@@ -91,15 +92,18 @@ def test_a_folder_without_a_test(tmp_path, dense, capsys):
     verdict = json.loads((output / "report" / "answer.json").read_text())
     assert first.startswith(f"**{verdict['verdict']}** ")
     assert verdict["use"].split(",")[0] in ("base", "dense", "sparse")
-    assert "R@1 image→text (3 captions to choose from): base" in learned and "(6 pictures to choose from)" in learned
+    assert picture == "![learned over kept](frontier.png)" and (output / "report" / "frontier.png").is_file()
+    assert [line.split("|")[1].strip() for line in gains.splitlines()[2:]] == ["base", *MODELS]
+    told_scores = " ".join(scores)
+    assert "R@1 image→text (3 captions to choose from): base" in told_scores and "(6 pictures to choose" in told_scores
     assert first in told and told.splitlines()[-1] == first.replace("**", "")
     assert re.search(r"[+-]\d+\.\d ± \d+\.\d points", first)
     folder = re.search(r"[uU]se `(.+)`", first)[1]
     assert Path(folder).parent in (output, dense.parent) and Path(folder).is_dir()
-    for task, metric, line in (("learned", "image_to_text_recall@1", learned), ("symbols_pairs", "group", kept)):
-        for row in ("base", "dense", "sparse"):
-            result = json.loads((output / "report" / f"{slug(task)}--{row}.json").read_text())
-            assert f"{row} {result['metrics'][metric]:.1%}" in line
+    for task, metric in (("learned", "image_to_text_recall@1"), ("symbols_pairs", "group")):
+        for row in ("base", *MODELS):
+            result = json.loads((output / "report" / f"{slug(task)}--{slug(row)}.json").read_text())
+            assert f"{row} {result['metrics'][metric]:.1%}" in told_scores
     assert "10% of its pairs are held out" in report
     assert "3 different captions, 3 of which training never sees" in report
 
@@ -119,7 +123,7 @@ def test_classes_as_captions(tmp_path, dense, capsys):
     assert line in report and f"pictures: {line}" in told and "one by one" not in told + report
     result = json.loads((output / "report" / "learned--dense.json").read_text())
     assert result["num_samples"] == 9 and "4 classes, 1 templates: '{}'" in result["protocol"]
-    assert re.search(rf"own pictures, accuracy: base \S+%, dense {result['metrics']['accuracy']:.1%}, sparse", report)
+    assert re.search(rf"own pictures, accuracy: base \S+%, dense {result['metrics']['accuracy']:.1%}, dense, half", report)
     assert re.search(r"9 for what was learned; ± 5 points take about [\d,]+\. Another", report)
     assert r"'!\[x\](y.jpg)'" in report and (output / "report" / "report.html").is_file()
 

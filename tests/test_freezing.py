@@ -86,6 +86,26 @@ def test_bad_patterns(model):
             set_trainable(model, pattern)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "pattern"),
+    [
+        (["routers"], r"\.router\."),
+        ("routers", r"\.router\."),
+        (["experts", "routers"], r"\.(experts|router)\."),
+        (["norms"], r"norm\d?\.|layrnorm\."),
+        (["norms", "experts"], r"norm\d?\.|layrnorm\.|\.experts\."),
+    ],
+)
+def test_kinds_of_weights(kinds, pattern):
+    """Shared experts, which are for every token, are no experts that a router chooses."""
+    model = tiny_model([1], num_shared_experts=1)
+    named = dict(model.named_parameters())
+    assert any(".shared_experts." in name for name in named)
+    assert set(set_trainable(model, kinds)) == {name for name in named if re.search(pattern, name)}
+    with pytest.raises(ValueError, match="the model has no routers and no experts"):
+        set_trainable(tiny_model([]), ["routers", "experts"])
+
+
 def test_decay_is_for_matrices(model):
     decay, no_decay = parameter_groups(model, 0.1)
     assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)

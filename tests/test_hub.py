@@ -74,14 +74,14 @@ def test_every_hub_name_of_the_pages_has_a_repository():
 def test_finetune_online_and_then_from_the_cache(clip, tmp_path, capsys):
     """The command of the front page, to its end; offline, the records and the weights are the same."""
     stand_ins.save_images(tmp_path / "photos", 40)
-    flags = "--global_batch_size 4 --learning_rate 1e-3 --dense_tuned.num_epochs 1 --sparse_tuned.num_epochs 1".split()
+    flags = "--global_batch_size 4 --learning_rate 1e-3 --defaults.train.num_epochs 1".split()
     records = []
     for output in ("online", "offline"):
         clip.online(output == "online")
         asked = len(clip.requests)
         clip_moe.main(["finetune", str(tmp_path / "photos"), str(tmp_path / output), "--model", B32, *flags])
         assert (output == "online") == (len(clip.requests) > asked)
-        names = ("pictures", "upcycled", "dense_tuned", "dense", "sparse", "report")
+        names = ("pictures", "known", "upcycled", "dense", "dense_kept", "sparse_kept", "report")
         records.append([Record.read(tmp_path / output / name) for name in names])
     assert [record.inputs[B32] for record in records[0] if B32 in record.inputs] == [f"{B32}@{clip.commit}"] * 5
     assert [record.digest for record in records[0]] == [record.digest for record in records[1]]

@@ -230,15 +230,15 @@ def test_the_report_of_a_fine_tuning(tmp_path, out):
         words = " ".join(symbol for bit, symbol in zip(f"{number:06b}", "abcdef", strict=True) if bit == "1")
         lines.append(json.dumps({"file_name": f"{number}.png", "caption": f"{words} {number}"}))
     (data / "metadata.jsonl").write_text("\n".join(lines))
-    flags = ["--global_batch_size", "8", "--pictures.held_out", "0.5", "--sparse_tuned.num_epochs", "5"]
+    flags = ["--global_batch_size", "8", "--pictures.held_out", "0.5", "--sparse_kept.num_epochs", "5", "--dense_kept.num_epochs", "5"]
     reports = {}
     for rate, epochs in (("0.5", "10"), ("3e-3", "60")):
-        more = [*flags, "--learning_rate", rate, "--dense_tuned.num_epochs", epochs, "--model", str(out / "dense")]
+        more = [*flags, "--learning_rate", rate, "--dense.num_epochs", epochs, "--model", str(out / "dense")]
         clip_moe.main(["finetune", str(data), str(tmp_path / rate), *more])
         reports[rate] = (tmp_path / rate / "report" / "report.md").read_text()
     dead, memorized = reports.values()
-    assert "**`dense_tuned` did not leave chance. `sparse_tuned` did not leave chance. No verdict on experts.**" in dead
-    assert "- `dense_tuned`: 40 steps, contrastive loss 2.08 (" in dead and "raise the" not in dead
-    assert "**`dense_tuned` memorized its pairs." in memorized and "add pairs or lower the epochs" in memorized
-    line = next(line for line in memorized.splitlines() if line.startswith("- `dense_tuned`: 240 steps"))
+    assert "**`dense` did not leave chance. `dense_kept` did not" in dead and "chance. No verdict on experts.**" in dead
+    assert "- `dense`: 40 steps, contrastive loss 2.08 (" in dead and "raise the" not in dead
+    assert "**`dense` memorized its pairs." in memorized and "add pairs or lower the epochs" in memorized
+    line = next(line for line in memorized.splitlines() if line.startswith("- `dense`: 240 steps"))
     assert ", of the test 2.0" in line and line.endswith("at its best temperature (chance 2.08): memorized its pairs")

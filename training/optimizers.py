@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,32 +13,53 @@ from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionEmbeddings
 from clip_moe.conversion.upcycle import sparse_blocks
 from clip_moe.engine.messages import join_names, one_line, warn_once
 from clip_moe.evaluation.costs import meta_model
-from clip_moe.training.train_settings import LoopSettings, LoraSettings
+from clip_moe.training.train_settings import Kind, LoopSettings, LoraSettings
 
 logger = logging.getLogger(__name__)
 
 # A part whose weights change the square of a block's output by less than this share, as rounding does, changes nothing
 ROUNDING = 1e-5
 
+# Part of the names of a kind's parameters; norms are told by their modules
+NAMES_OF_KIND = {"routers": ".router.", "experts": ".experts.", "norms": None}
+
 # Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it
 NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")
 
 
-def set_trainable(model: nn.Module, pattern: str) -> list[str]:
-    """Train the parameters in whose name, or one of whose names, the regular expression is found; freeze the others.
-    Returns the names of those that train."""
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"trainable pattern {pattern!r} is not a regular expression: {error}") from error
+def set_trainable(model: nn.Module, wanted: str | Sequence[Kind]) -> list[str]:
+    """Train the parameters of these kinds, or those in whose name, or one of whose names, the regular expression is
+    found; freeze the others. Returns the names of those that train."""
     named = list(model.named_parameters(remove_duplicate=False))  # an encoder of both towers has two names
-    matching = {parameter for name, parameter in named if compiled.search(name)}
-    if not matching:
-        examples = ", ".join(name for name, _ in named[:3])
-        raise ValueError(f"trainable pattern {pattern!r} matches no parameter; names are {examples}, ...")
+    kinds = [wanted] if isinstance(wanted, str) and wanted in NAMES_OF_KIND else wanted
+    if isinstance(kinds, str):
+        try:
+            compiled = re.compile(kinds)
+        except re.error as error:
+            raise ValueError(f"trainable pattern {kinds!r} is not a regular expression: {error}") from error
+        matching = {parameter for name, parameter in named if compiled.search(name)}
+        if not matching:
+            examples = ", ".join(name for name, _ in named[:3])
+            raise ValueError(f"trainable pattern {kinds!r} matches no parameter; names are {examples}, ...")
+    else:
+        of_kind = {kind: _parameters_of_kind(model, kind) for kind in kinds}
+        if missing := [kind for kind, parameters in of_kind.items() if not parameters]:
+            raise ValueError(f"trainable: the model has no {' and no '.join(missing)}")
+        matching = set().union(*of_kind.values())
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in matching)
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _parameters_of_kind(model: nn.Module, kind: Kind) -> set[nn.Parameter]:
+    if kind == "norms":
+        return _norm_parameters(model)
+    return {p for name, p in model.named_parameters(remove_duplicate=False) if NAMES_OF_KIND[kind] in name}
+
+
+def _norm_parameters(model: nn.Module) -> set[nn.Parameter]:
+    norms = (module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm))
+    return {parameter for norm in norms for parameter in norm.parameters(False)}
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int) -> None:
@@ -147,8 +168,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_all: bool = Fa
     Biases are told by their names, not by their rank: the stacked ones of experts have two axes.
     """
     groups = defaultdict(list)
-    norms = (module for module in model.modules() if isinstance(module, nn.LayerNorm | nn.RMSNorm))
-    norm_parameters = {parameter for norm in norms for parameter in norm.parameters(False)}
+    norm_parameters = _norm_parameters(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = decay_all or (NO_DECAY.search(name) is None and parameter not in norm_parameters)

@@ -9,6 +9,11 @@ from pydantic.dataclasses import dataclass
 from clip_moe.engine.settings import STRICT
 from clip_moe.evaluation.measured_tasks import MeasuredTasks
 
+# Weights to train: of routers, of experts that a router chooses, of all norms
+Kind = Literal["routers", "experts", "norms"]
+# These, or a regular expression of names
+Trainable = str | Annotated[list[Kind], Field(min_length=1)]
+
 
 @dataclass(config=STRICT, kw_only=True)
 class LoopSettings:

@@ -1,7 +1,7 @@
 """New narrow experts beside the dense FFN, which stays as shared experts: a model that keeps by construction.
 
 - {name: beside, stage: lab.methods.beside_base:BesideStage, model: base}
-- {name: learned, stage: train, model: beside, trainable: \\.(experts|router)\\.}
+- {name: learned, stage: train, model: beside, trainable: [experts, routers]}
 """
 
 import re

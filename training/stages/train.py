@@ -21,7 +21,7 @@ from clip_moe.engine.settings import STRICT, Reads, refuse
 from clip_moe.engine.stage import named_errors
 from clip_moe.evaluation.measured_tasks import REHEARSED_ROWS
 from clip_moe.training.stages.steps import REHEARSED_STEPS, StepsStage
-from clip_moe.training.train_settings import Evaluation, LoraSettings
+from clip_moe.training.train_settings import Evaluation, LoraSettings, Trainable
 
 if typing.TYPE_CHECKING:
     import numpy as np
@@ -51,8 +51,8 @@ class TrainStage(StepsStage):
     samples: ClassVar[str] = "pairs"
     incidental: ClassVar[Collection[str]] = (*StepsStage.incidental, "evaluation")
 
-    # Regular expression, searched for in parameter names; all other parameters are frozen.
-    trainable: str = "."
+    # Kinds of weights, or a regular expression, searched for in parameter names; all others are frozen to the bit.
+    trainable: Trainable = "."
     # Adapters to train instead of the weights, and merged into them at the end.
     lora: LoraSettings | None = None
 

@@ -13,6 +13,7 @@ from clip_moe.data.arguments import NumberedData
 from clip_moe.engine.context import Context
 from clip_moe.engine.settings import STRICT, Reads
 from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.train_settings import Trainable
 
 if typing.TYPE_CHECKING:
     import numpy as np
@@ -33,7 +34,7 @@ class TrainExpertsStage(TrainStage):
 
     kind: ClassVar[str] = "train_experts"
 
-    trainable: str = r"\.layers\.\d+\.mlp\."  # not the FFN of SigLIP's pooling
+    trainable: Trainable = r"\.layers\.\d+\.mlp\."  # not the FFN of SigLIP's pooling
     # Pairs to train on.
     data: NumberedData
     # Number to select it by, with --experts.

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from clip_moe.engine.settings import STRICT
 from clip_moe.training.stages.train import TrainStage
+from clip_moe.training.train_settings import Trainable
 
 if typing.TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class TrainRouterStage(TrainStage):
 
     kind: ClassVar[str] = "train_router"
 
-    trainable: str = r"\.mlp\.router\."
+    trainable: Trainable = r"\.mlp\.router\."
     # Number of a token's choices that count as load in the balance loss: 1, the argmax (CLIP-MoE eq. 7); None: all K
     # (CLIP-UP, CLIP-FMoE).
     balance_top_k: int | None = Field(default=1, gt=0)
