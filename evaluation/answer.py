@@ -85,7 +85,7 @@ def answer(
     lines = [_table(table, tasks_of_goal, gains, within, frontier(gains), use)]
     if "kept" not in tasks_of_goal:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
-    lines.append(_scores(table, tasks_of_goal))
+    lines.append(_measures(table, tasks_of_goal))
     lines.append(_test_size(table, learned, list(gains)))
     return Answer(" ".join([*outcomes, verdict]), advice, "\n\n".join(lines), use, gains)
 
@@ -266,19 +266,18 @@ def _limit(keep_at_least: float) -> str:
     return f"{keep_at_least:g} point{'s' * (keep_at_least != 1)}"
 
 
-def _scores(table: Mapping[str, Rows], tasks_of_goal: Mapping[str, Sequence[str]]) -> str:
-    """What was measured: each score of each task."""
+def _measures(table: Mapping[str, Rows], tasks_of_goal: Mapping[str, Sequence[str]]) -> str:
+    """What the scores of the table are the means of."""
     parts = []
     for goal, tasks in tasks_of_goal.items():
-        for task in tasks:
-            for metric, name in table[BASE][task]["primary"].items():
-                scores = ", ".join(
-                    f"{escape(model)} {rows[task]['metrics'][metric]:.1%}" for model, rows in table.items()
-                )
-                result, choices = table[BASE][task], ""
+        metrics = []
+        for result in (table[BASE][task] for task in tasks):
+            for metric, name in result["primary"].items():
+                among = ""
                 if metric.startswith("image_to_text"):
-                    choices = f" ({result['num_captions']:,} captions to choose from)"
+                    among = f" among {result['num_captions']:,} captions"
                 elif metric.startswith("text_to_image"):
-                    choices = f" ({result['num_samples']:,} pictures to choose from)"
-                parts.append(f"*{goal.capitalize()}*: {escape(result['title'])}, {escape(name)}{choices}: {scores}.")
-    return "\n\n".join(parts)
+                    among = f" among {result['num_samples']:,} pictures"
+                metrics.append(f"{escape(result['title'])}, {escape(name)}{among}")
+        parts.append(f"*{goal.capitalize()}*: {'; '.join(metrics)}.")
+    return " ".join(parts)

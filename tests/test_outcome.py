@@ -230,7 +230,16 @@ def test_the_report_of_a_fine_tuning(tmp_path, out):
         words = " ".join(symbol for bit, symbol in zip(f"{number:06b}", "abcdef", strict=True) if bit == "1")
         lines.append(json.dumps({"file_name": f"{number}.png", "caption": f"{words} {number}"}))
     (data / "metadata.jsonl").write_text("\n".join(lines))
-    flags = ["--global_batch_size", "8", "--pictures.held_out", "0.5", "--sparse_kept.num_epochs", "5", "--dense_kept.num_epochs", "5"]
+    flags = [
+        "--global_batch_size",
+        "8",
+        "--pictures.held_out",
+        "0.5",
+        "--sparse_kept.num_epochs",
+        "5",
+        "--dense_kept.num_epochs",
+        "5",
+    ]
     reports = {}
     for rate, epochs in (("0.5", "10"), ("3e-3", "60")):
         more = [*flags, "--learning_rate", rate, "--dense.num_epochs", epochs, "--model", str(out / "dense")]
