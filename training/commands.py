@@ -78,11 +78,12 @@ def finetune(
     learning_rate: float | None = None,
     global_batch_size: int | None = None,
     keep_tasks: list[str] | None = None,
+    keep_at_least: float | None = None,
     plan: bool = False,
     rehearse: bool = False,
     rehearse_batch: RehearsedBatch | None = None,
 ) -> str | None:
-    """Fine-tune a dense CLIP on captioned pictures, as it is and with experts, and say whether the experts helped.
+    """Fine-tune a dense CLIP on captioned pictures, in ways that forget less and with experts, and say which is best.
 
     It runs training/recipes/finetune.yaml. OUTPUT/report/report.md begins with the answer: what was learned and kept,
     whether experts helped, and which folder to use. Any other --KEY VALUE overrides a key of the recipe, as in
@@ -99,12 +100,13 @@ def finetune(
         learning_rate: the highest, of a cosine schedule (default: 1e-5, for pretrained models)
         global_batch_size: pairs in a step, at most those in training (default: 64)
         keep_tasks: benchmarks or built-in tasks on what the model should still know
+        keep_at_least: points of these that a model may lose to be recommended (default: 1)
         plan: print the stages, their inputs and states, without running them
         rehearse: run two steps of each stage on few samples, keep nothing, and print the time and memory of a full run
         rehearse_batch: samples per process in a rehearsed batch
     """
     inputs = dict(caption_column=caption_column, learning_rate=learning_rate, global_batch_size=global_batch_size)
-    inputs |= dict(data=data, model=model, keep_tasks=keep_tasks)
+    inputs |= dict(data=data, model=model, keep_tasks=keep_tasks, keep_at_least=keep_at_least)
     given = {key: value for key, value in inputs.items() if value is not None}
     flags = (
         *(part for key, value in given.items() for part in (f"--{key}", json.dumps(value, ensure_ascii=False))),
