@@ -9,6 +9,8 @@ from statistics import mean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from clip_moe.engine.intervals import LEVEL, Reach, mean_reach, score_difference_reach
 from clip_moe.engine.markdown import code, escape, markdown_table
 from clip_moe.engine.outcome import Training
@@ -49,7 +51,7 @@ def answer(
     The model to use is the one that learned most, of those that lost no more than the user allows; where no interval
     shows that it learned anything, it is the base. Experts helped if the sparse model that learned most of these is
     above the dense one by more than the interval over test samples. A model whose training did not leave chance or
-    collapsed is left out, and without a dense or a sparse model there is no verdict.
+    collapsed is left out, and then there is no verdict.
 
     Args:
         results: of `clip_moe.evaluation.evaluate.evaluate_model`, for `BASE` and other models.
@@ -60,59 +62,71 @@ def answer(
         keep_at_least: points of what the base knows that a model may lose.
     """
     table = arrange(results)
-    tasks_of_goal = {"learned": [*learned], "kept": [task for task in table[BASE] if task not in learned]}
-    tasks_of_goal = {goal: tasks for goal, tasks in tasks_of_goal.items() if tasks}
-    gains = {
-        model: {goal: _gain(table[model], table[BASE], tasks) for goal, tasks in tasks_of_goal.items()}
-        for model in table
-        if model != BASE
-    }
-    ended = {model: {name: t for name, t in trainings.get(model, {}).items() if t.outcome} for model in gains}
+    goals = {"learned": [*learned], "kept": [task for task in table[BASE] if task not in learned]}
+    goals = {goal: tasks for goal, tasks in goals.items() if tasks}
+    ended = {model: {name: t for name, t in trainings.get(model, {}).items() if t.outcome} for model in table}
+    models = Models(table, goals, sparse, ended, keep_at_least)
+    advice, use = _advice(models, folders)
     outcomes = dict.fromkeys(f"{code(name)} {end.outcome}." for ends in ended.values() for name, end in ends.items())
-    alive = [model for model in gains if not any(end.is_dead for end in ended[model].values())]
-    within = [model for model in alive if round(100 * _kept(gains[model])[0], 6) >= -keep_at_least]
-    best = {
-        kind: max(models, key=lambda model: gains[model]["learned"][0])
-        for kind, models in (
-            ("dense", [model for model in within if model not in sparse]),
-            ("sparse", [model for model in within if model in sparse]),
-        )
-        if models
-    }
-    use = max(best.values(), key=lambda model: gains[model]["learned"][0], default=BASE)
-    advice, use = _advice(table, learned, folders, gains, ended, within, use, keep_at_least)
-    verdict = _verdict(table, learned, best, len(alive) < len(gains), "kept" in tasks_of_goal, keep_at_least)
-    lines = [_table(table, tasks_of_goal, gains, within, frontier(gains), use)]
-    if "kept" not in tasks_of_goal:
+    lines = [_table(models, use)]
+    if "kept" not in goals:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
-    lines.append(_measures(table, tasks_of_goal))
-    lines.append(_test_size(table, learned, list(gains)))
-    return Answer(" ".join([*outcomes, verdict]), advice, "\n\n".join(lines), use, gains)
+    lines += [_measures(table[BASE], goals), _test_size(models)]
+    return Answer(" ".join([*outcomes, _verdict(models)]), advice, "\n\n".join(lines), use, models.gains)
 
 
-def frontier(gains: Mapping[str, Gains]) -> list[str]:
-    """The models that no other one beats: none both learned and kept at least as much, and one of them more."""
-    places = {model: (of_model["learned"][0], _kept(of_model)[0]) for model, of_model in gains.items()}
+class Models:
+    """Models and what they learned and kept.
 
-    def is_beaten(place: tuple[float, float]) -> bool:
-        return any(other[0] >= place[0] and other[1] >= place[1] and other != place for other in places.values())
+    Args:
+        table: model -> task -> result.
+        goals: "learned" and perhaps "kept" -> tasks.
+        ended: model -> name of a stage -> a training whose outcome is worth a word.
+    """
 
-    return [model for model, place in places.items() if not is_beaten(place)]
+    def __init__(
+        self,
+        table: Mapping[str, Rows],
+        goals: Mapping[str, Sequence[str]],
+        sparse: Collection[str],
+        ended: Mapping[str, Mapping[str, Training]],
+        keep_at_least: float,
+    ):
+        self.table, self.goals, self.sparse = table, goals, sparse
+        self.ended, self.keep_at_least = ended, keep_at_least
+        self.gains = {model: {goal: self.gain(model, BASE, goal) for goal in goals} for model in table if model != BASE}
+        self.alive = [model for model in self.gains if not any(end.is_dead for end in ended[model].values())]
+        self.within = [model for model in self.alive if round(100 * _kept(self.gains[model])[0], 6) >= -keep_at_least]
+        kinds = {"dense": set(self.within) - set(sparse), "sparse": set(self.within) & set(sparse)}
+        self.best = {kind: max(models, key=self.learned) for kind, models in kinds.items() if models}
+
+    def gain(self, model: str, other: str, goal: str = "learned") -> Gain:
+        return _gain(self.table[model], self.table[other], self.goals[goal])
+
+    def learned(self, model: str) -> tuple[float, bool]:
+        """How much more than the base; of equals, the dense model is the better one."""
+        return self.gains[model]["learned"][0], model not in self.sparse
+
+    def frontier(self) -> list[str]:
+        """The models that no other one beats: none both learned and kept at least as much, and one of them more."""
+        places = {model: (gains["learned"][0], _kept(gains)[0]) for model, gains in self.gains.items()}
+        places[BASE] = 0.0, 0.0
+        return [
+            model
+            for model, (learned, kept) in places.items()
+            if not any(a >= learned and b >= kept and (a, b) != (learned, kept) for a, b in places.values())
+        ]
 
 
 def draw_frontier(gains: Mapping[str, Gains], sparse: Collection[str], keep_at_least: float, path: Path) -> None:
     """What models learned over what they kept, with intervals, and the loss that is allowed."""
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
     for model, of_model in {BASE: dict.fromkeys(("learned", "kept"), (0.0, None)), **gains}.items():
-        (y, y_reach), (x, x_reach) = of_model["learned"], of_model["kept"]
-        errors = {
-            name: [[100 * reach[0]], [100 * reach[1]]]
-            for name, reach in (("xerr", x_reach), ("yerr", y_reach))
-            if reach is not None
-        }
+        place = 100 * of_model["kept"][0], 100 * of_model["learned"][0]
+        x_reach, y_reach = (100 * np.reshape(of_model[goal][1] or (0, 0), (2, 1)) for goal in ("kept", "learned"))
         color = "C1" if model in sparse else "C7" if model == BASE else "C0"
-        axis.errorbar(100 * x, 100 * y, fmt="o", color=color, elinewidth=0.7, **errors)
-        axis.annotate(plot_text(model), (100 * x, 100 * y), (4, 4), textcoords="offset points", fontsize=8)
+        axis.errorbar(*place, xerr=x_reach, yerr=y_reach, fmt="o", color=color, elinewidth=0.7)
+        axis.annotate(plot_text(model), place, (4, 4), textcoords="offset points", fontsize=8)
     axis.axvline(-keep_at_least, color="C7", linewidth=0.8, linestyle="dotted")
     axis.set_xlabel("kept, points over the base")
     axis.set_ylabel("learned, points over the base")
@@ -120,66 +134,50 @@ def draw_frontier(gains: Mapping[str, Gains], sparse: Collection[str], keep_at_l
     save(figure, path)
 
 
-def _advice(
-    table: Mapping[str, Rows],
-    learned: Collection[str],
-    folders: Mapping[str, str],
-    gains: Mapping[str, Gains],
-    ended: Mapping[str, Mapping[str, Training]],
-    within: Sequence[str],
-    best: str,
-    keep_at_least: float,
-) -> tuple[str, str]:
+def _advice(models: Models, folders: Mapping[str, str]) -> tuple[str, str]:
     """Which folder to use and why, and which model that is."""
-    again = dict.fromkeys(end.advice for ends in ended.values() for end in ends.values())
-    base = code(folders[BASE])
-    if best == BASE:
-        alive = [model for model in gains if not any(end.is_dead for end in ended[model].values())]
-        if not alive:
-            return f"Use {base}. To train again: {'; '.join(again)}.", BASE
-        closest = max(alive, key=lambda model: _kept(gains[model])[0])
-        lost = -100 * _kept(gains[closest])[0]
+    again = "; ".join(dict.fromkeys(end.advice for ends in models.ended.values() for end in ends.values()))
+    base, limit = code(folders[BASE]), models.keep_at_least
+    if not models.alive:
+        return f"Use {base}. To train again: {again}.", BASE
+    if not models.within:
+        closest = max(models.alive, key=lambda model: _kept(models.gains[model])[0])
+        lost = -100 * _kept(models.gains[closest])[0]
+        allowed = math.ceil(10 * lost - 1e-6) / 10
         return (
-            f"Use {base}: no model keeps what you ask for. {escape(closest)} loses least, {lost:.1f} points: "
-            f"`--keep_at_least {math.ceil(10 * lost - 1e-6) / 10}` allows it.",
+            f"Use {base}: no model keeps what you ask for. The {escape(closest)} model loses least, {lost:.1f} points: "
+            f"`--keep_at_least {allowed}` allows it.",
             BASE,
         )
-    change = "; ".join(dict.fromkeys(end.advice for end in ended[best].values()))
-    gain = gains[best]["learned"]
-    if _high(gain) < 0:
+    use = max(models.best.values(), key=models.learned)
+    gains, change = models.gains[use], "; ".join(dict.fromkeys(end.advice for end in models.ended[use].values()))
+    if _high(gains["learned"]) < 0:
         change = change or "change the settings"
-        return f"The {escape(best)} model is worse at it than the base: use {base}, or {change}.", BASE
-    if _low(gain) <= 0:
+        return f"The {escape(use)} model is worse at it than the base: use {base}, or {change}.", BASE
+    if _low(gains["learned"]) <= 0:
         change = change or "raise the epochs, the learning rate or the number of test pictures"
-        return f"Whether the {escape(best)} model learned anything is inconclusive: use {base}, or {change}.", BASE
-    advice = f"Use {code(folders[best])}, the {escape(best)} model."
-    leads = {model: _gain(table[best], table[model], learned) for model in within if model != best}
-    if open_leads := [escape(model) for model, lead in leads.items() if _low(lead) <= 0]:
-        advice += f" That it learned more than {' and '.join(open_leads)} is inconclusive."
-    if "kept" in gains[best] and round(100 * _low(gains[best]["kept"]), 6) < -keep_at_least:
-        kept = _points(gains[best]["kept"])
-        advice += f" That it keeps within {_limit(keep_at_least)} is inconclusive: {kept}."
-    if any(end.is_dead for ends in ended.values() for end in ends.values()):
-        advice += f" To train again: {'; '.join(again)}."
-    return advice, best
+        return f"Whether the {escape(use)} model learned anything is inconclusive: use {base}, or {change}.", BASE
+    advice = f"Use {code(folders[use])}, the {escape(use)} model."
+    close = [escape(model) for model in models.within if model != use and _low(models.gain(use, model)) <= 0]
+    if close:
+        advice += f" That it learned more than {' and '.join(close)} is inconclusive."
+    if round(100 * _low(_kept(gains)), 6) < -limit:
+        advice += f" That it keeps within {_limit(limit)} is inconclusive: {_points(gains['kept'])}."
+    if len(models.alive) < len(models.gains):
+        advice += f" To train again: {again}."
+    return advice, use
 
 
-def _verdict(
-    table: Mapping[str, Rows],
-    learned: Collection[str],
-    best: Mapping[str, str],
-    some_are_dead: bool,
-    kept_is_measured: bool,
-    keep_at_least: float,
-) -> str:
-    if some_are_dead:
+def _verdict(models: Models) -> str:
+    best, limit = models.best, _limit(models.keep_at_least)
+    if len(models.alive) < len(models.gains):
         return "No verdict on experts."
     if len(best) < 2:
         only = f"only {next(iter(best))} models keep" if best else "no model keeps"
-        return f"No verdict on experts: {only} within {_limit(keep_at_least)} of the base."
-    gain = _gain(table[best["sparse"]], table[best["dense"]], learned)
+        return f"No verdict on experts: {only} within {limit} of the base."
+    gain = models.gain(best["sparse"], best["dense"])
     size = f"{_points(gain)} against the dense model"
-    size += f", both within {_limit(keep_at_least)} of what the base keeps" if kept_is_measured else ""
+    size += f", both within {limit} of what the base keeps" if "kept" in models.goals else ""
     if _low(gain) > 0:
         return f"Experts helped: {size}."
     if _high(gain) < 0:
@@ -187,36 +185,47 @@ def _verdict(
     return f"Whether experts helped is inconclusive: {size}."
 
 
-def _table(
-    table: Mapping[str, Rows],
-    tasks_of_goal: Mapping[str, Sequence[str]],
-    gains: Mapping[str, Gains],
-    within: Sequence[str],
-    best: Sequence[str],
-    use: str,
-) -> str:
+def _table(models: Models, use: str) -> str:
     """A row a model: its mean scores, and their difference to the base's."""
-    rows = []
-    for model in table:
+    rows, frontier = [], models.frontier()
+    for model, results in models.table.items():
         cells = [escape(model)]
-        for goal, tasks in tasks_of_goal.items():
-            score = mean(table[model][task]["metrics"][m] for task in tasks for m in table[model][task]["primary"])
-            cells += [f"{score:.1%}", "" if model == BASE else _number(gains[model][goal])]
-        notes = ["use this"] * (model == use) + ["on the frontier"] * (model in best)
-        notes += ["keeps too little"] * (model != BASE and model not in within)
+        for goal, tasks in models.goals.items():
+            score = mean(results[task]["metrics"][metric] for task in tasks for metric in results[task]["primary"])
+            cells += [f"{score:.1%}", "" if model == BASE else _number(models.gains[model][goal])]
+        notes = ["use this"] * (model == use) + ["on the frontier"] * (model in frontier)
+        notes += ["keeps too little"] * (model in models.alive and model not in models.within)
         rows.append([*cells, ", ".join(notes)])
-    head = [cell for goal in tasks_of_goal for cell in (goal, "points over base")]
+    head = [cell for goal in models.goals for cell in (goal, "points over base")]
     return markdown_table(["model", *head, ""], rows)
 
 
-def _test_size(table: Mapping[str, Rows], learned: Collection[str], models: Sequence[str]) -> str:
-    number = sum(table[BASE][task]["num_samples"] for task in learned)
+def _measures(base: Rows, goals: Mapping[str, Sequence[str]]) -> str:
+    """What the scores of the table are the means of."""
+    parts = []
+    for goal, tasks in goals.items():
+        metrics = []
+        for result in (base[task] for task in tasks):
+            for metric, name in result["primary"].items():
+                among = ""
+                if metric.startswith("image_to_text"):
+                    among = f" among {result['num_captions']:,} captions"
+                elif metric.startswith("text_to_image"):
+                    among = f" among {result['num_samples']:,} pictures"
+                metrics.append(f"{escape(result['title'])}, {escape(name)}{among}")
+        parts.append(f"*{goal.capitalize()}*: {'; '.join(metrics)}.")
+    return " ".join(parts)
+
+
+def _test_size(models: Models) -> str:
+    base, learned = models.table[BASE], models.goals["learned"]
+    number = sum(base[task]["num_samples"] for task in learned)
     size = f"{number:,} for what was learned"
-    pairs = [(table[model], table[other]) for model, other in itertools.combinations(models, 2)]
-    widest = max(pairs, key=lambda pair: max(_gain(*pair, learned)[1]), default=None)
-    if widest and max(_gain(*widest, learned)[1]) > FINE:
-        size += f"; ± {100 * FINE:.0f} points take about {_pictures_needed(*widest, learned):,}"
-        by_class = any((table[BASE][task].get("texts") or {}).get("kind") == "prompts" for task in learned)
+    pairs = [*itertools.combinations(models.gains, 2)] or [(BASE, *models.gains)]
+    widest = max(pairs, key=lambda pair: max(models.gain(*pair)[1]))
+    if max(models.gain(*widest)[1]) > FINE:
+        size += f"; ± {100 * FINE:.0f} points take about {_pictures_needed(*map(models.table.get, widest), learned):,}"
+        by_class = any((base[task].get("texts") or {}).get("kind") == "prompts" for task in learned)
         size += "" if by_class else ", each with a caption of its own"
     return (
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
@@ -225,6 +234,7 @@ def _test_size(table: Mapping[str, Rows], learned: Collection[str], models: Sequ
 
 
 def _kept(gains: Gains) -> Gain:
+    """What was not measured was not forgotten."""
     return gains.get("kept", (0.0, None))
 
 
@@ -264,20 +274,3 @@ def _number(gain: Gain) -> str:
 
 def _limit(keep_at_least: float) -> str:
     return f"{keep_at_least:g} point{'s' * (keep_at_least != 1)}"
-
-
-def _measures(table: Mapping[str, Rows], tasks_of_goal: Mapping[str, Sequence[str]]) -> str:
-    """What the scores of the table are the means of."""
-    parts = []
-    for goal, tasks in tasks_of_goal.items():
-        metrics = []
-        for result in (table[BASE][task] for task in tasks):
-            for metric, name in result["primary"].items():
-                among = ""
-                if metric.startswith("image_to_text"):
-                    among = f" among {result['num_captions']:,} captions"
-                elif metric.startswith("text_to_image"):
-                    among = f" among {result['num_samples']:,} pictures"
-                metrics.append(f"{escape(result['title'])}, {escape(name)}{among}")
-        parts.append(f"*{goal.capitalize()}*: {'; '.join(metrics)}.")
-    return " ".join(parts)
