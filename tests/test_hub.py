@@ -83,7 +83,7 @@ def test_finetune_online_and_then_from_the_cache(clip, tmp_path, capsys):
         assert (output == "online") == (len(clip.requests) > asked)
         names = ("pictures", "known", "upcycled", "dense", "dense_kept", "sparse_kept", "report")
         records.append([Record.read(tmp_path / output / name) for name in names])
-    assert [record.inputs[B32] for record in records[0] if B32 in record.inputs] == [f"{B32}@{clip.commit}"] * 5
+    assert [record.inputs[B32] for record in records[0] if B32 in record.inputs] == [f"{B32}@{clip.commit}"] * 6
     assert [record.digest for record in records[0]] == [record.digest for record in records[1]]
 
 
