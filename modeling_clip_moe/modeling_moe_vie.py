@@ -51,7 +51,7 @@ class ViEVisionEmbeddings(nn.Module):
 
 
 def rotary_angles(rows: int, columns: int, head_size: int, theta: float, device: torch.device) -> Tensor:
-    """By how much each of n / 2 pairs of channels of a head turns in each patch, (rows * columns, n / 2) in float32:
+    """Angles by which n / 2 pairs of channels of a head turn in each patch, (rows * columns, n / 2) in float32:
     the first half by its column, the second by its row, both counted from 1."""
     exponents = torch.arange(0, head_size // 2, 2, device=device, dtype=torch.float32) / (head_size // 2)
     frequencies = theta**-exponents  # (n / 4,)

@@ -40,7 +40,7 @@ class Point:
     information: float  # share of log2 facts, mean of both directions
     recall: float  # at 1, mean of both directions
     commit: str
-    parts: int = 1  # experts are 1/parts as wide as the FFN
+    parts: int = 1  # experts that make an FFN
 
     @property
     def exposures(self) -> float:

@@ -77,7 +77,7 @@ RECIPES = {
 }
 DIMENSIONS = 768
 Size = Literal["ViT-B/32", "ViT-B/16", "ViT-L/14", "ViE-B/16", "ViE-L/16", "ViE-H/14"]
-Dtype, Presets = Literal["float32", "bfloat16"], Sequence[Literal["clip_up", "clip_moe", "clip_fmoe", "moe_vie"]]
+Dtype, Presets = Literal["float32", "bfloat16"], Sequence[Literal[tuple(PRESETS)]]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -195,7 +195,8 @@ def block(
         "forward, of forward and backward with frozen experts (as where routers train), and with all weights trained. "
         f"Medians of {rounds} alternating runs after three (of a forward {5 * rounds}). {machine(device)}.",
         table(
-            ["layer", "dtype", "images", "experts", "of a token", "implementation", *MODES, "TFLOP/s, trained"], rows
+            ["layer", "dtype", "images", "experts", "active per token", "implementation", *MODES, "TFLOP/s, trained"],
+            rows,
         ),
     )
 
