@@ -30,7 +30,7 @@ class UpcycleStage(ModelStage):
 
     # A dense CLIP: an earlier stage, a folder or a hub name.
     model: Model
-    # The architecture that it gets: a paper's, or `dense_price`, with the dense model's multiply-adds but for the routers.
+    # The architecture: a paper's, or `dense_price`, with the dense model's multiply-adds but for the routers.
     preset: Literal[tuple(PRESETS)]
     # Which towers become sparse. None: those of the preset.
     towers: list[Literal["text", "vision"]] | None = None
