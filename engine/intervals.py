@@ -9,6 +9,8 @@ import numpy as np
 from clip_moe.engine.result_schema import parts_of_mean
 
 LEVEL = 0.95
+# A difference worth knowing
+FINE = 0.05
 # Lower and upper half-widths of an interval
 Reach = tuple[float, float]
 
@@ -52,6 +54,15 @@ def difference_reach(share: float, other: float, number: int) -> Reach:
     below, above = share_reach(share, number)
     other_below, other_above = share_reach(other, number)
     return math.hypot(below, other_above), math.hypot(above, other_below)
+
+
+def tested_differences(number: int) -> str:
+    """A sentence on which differences between two models a test of so many samples can show, where both are right half
+    of the time, and how many samples `FINE` takes."""
+    reaches = {size: difference_reach(0.5, 0.5, size)[0] for size in (number, *(50 * 2**n for n in range(6)))}
+    needed = next(size for size, reach in list(reaches.items())[1:] if reach <= FINE)
+    sentence = f"A test of {number:,} pictures shows differences of {100 * reaches[number]:.0f} points and more"
+    return f"{sentence}; {100 * FINE:.0f} take about {needed:,}." if reaches[number] > FINE else f"{sentence}."
 
 
 def score_reach(result: dict[str, Any], metric: str) -> Reach | None:

@@ -1,7 +1,6 @@
 """The outcome of fine-tuning dense and sparse models from one base, in a few sentences and a table: the head of its
 report."""
 
-import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ from clip_moe.evaluation.figures import plot_text, plt, save
 from clip_moe.evaluation.report import arrange
 
 BASE = "base"
-# An interval that reaches no further needs no larger test
-FINE = 0.05
 Rows = Mapping[str, Mapping[str, Any]]
 # A difference, and how far its interval reaches; None: it has none
 Gain = tuple[float, Reach | None]
@@ -71,7 +68,12 @@ def answer(
     lines = [_table(models, use)]
     if "kept" not in goals:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
-    lines += [_measures(table[BASE], goals), _test_size(models)]
+    number = sum(table[BASE][task]["num_samples"] for task in learned)
+    lines += [
+        _measures(table[BASE], goals),
+        f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {number:,} for what was learned. "
+        "Another seed of training may change more.",
+    ]
     return Answer(" ".join([*outcomes, _verdict(models)]), advice, "\n\n".join(lines), use, models.gains)
 
 
@@ -217,22 +219,6 @@ def _measures(base: Rows, goals: Mapping[str, Sequence[str]]) -> str:
     return " ".join(parts)
 
 
-def _test_size(models: Models) -> str:
-    base, learned = models.table[BASE], models.goals["learned"]
-    number = sum(base[task]["num_samples"] for task in learned)
-    size = f"{number:,} for what was learned"
-    pairs = [*itertools.combinations(models.gains, 2)] or [(BASE, *models.gains)]
-    widest = max(pairs, key=lambda pair: max(models.gain(*pair)[1]))
-    if max(models.gain(*widest)[1]) > FINE:
-        size += f"; ± {100 * FINE:.0f} points take about {_pictures_needed(*map(models.table.get, widest), learned):,}"
-        by_class = any((base[task].get("texts") or {}).get("kind") == "prompts" for task in learned)
-        size += "" if by_class else ", each with a caption of its own"
-    return (
-        f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {size}. Another seed of training "
-        "may change more."
-    )
-
-
 def _kept(gains: Gains) -> Gain:
     """What was not measured was not forgotten."""
     return gains.get("kept", (0.0, None))
@@ -245,15 +231,6 @@ def _gain(rows: Rows, others: Rows, tasks: Collection[str]) -> Gain:
     # Two metrics of a task have their samples in common
     reach = None if None in reaches else mean_reach(reaches, independent=False)
     return mean(row["metrics"][metric] - other["metrics"][metric] for row, other, metric in pairs), reach
-
-
-def _pictures_needed(rows: Rows, others: Rows, tasks: Collection[str]) -> int:
-    """How many test pictures would give scores like these an interval that reaches `FINE`: 50, or twice as many, ..."""
-    for number in (50 * 2**doublings for doublings in itertools.count()):
-        size = {"num_samples": number, "num_captions": number}
-        rows_of_size = [{task: {**results[task], **size} for task in tasks} for results in (rows, others)]
-        if max(_gain(*rows_of_size, tasks)[1]) <= FINE:
-            return number
 
 
 def _low(gain: Gain) -> float:
