@@ -16,17 +16,18 @@ from clip_moe.engine.recipe import load_recipe
 from clip_moe.training.stages.steps import StepsStage
 from lab import ROOT, recipe_file
 from lab.cards.intervals import paired_interval
-from lab.law.cases import Case
+from lab.law.cases import Case, costs
 from lab.law.fit import read_points
 from lab.law.outcomes import points_of
 from lab.law.points import Point
 
 CARDS = ROOT / "model_cards"
+NARROW = CARDS / "law" / "narrow_points.json"
 LONG, TABLES, SIGLIP = "clip_up_names_long", "clip_up_tables_names", "siglip_names"
 EQUAL = "dense, same multiply-adds"
 
 Recalls = Mapping[int, float]  # seed -> R@1 in percent, the mean of both directions
-Price = tuple[Recalls, float, int]  # with seconds of training and multiply-adds of a picture and a text
+Price = tuple[Recalls, float | None, int]  # with seconds of training and multiply-adds of a picture and a text
 
 
 def recall_of_seeds(card: str, model: str) -> Recalls:
@@ -38,24 +39,19 @@ def recall_of_seeds(card: str, model: str) -> Recalls:
 
 
 def points(*case, **more) -> Mapping[int, Point]:
-    files = "points.json", "outcome_points.json", "narrow_points.json"
-    return points_of(Case(*case, **more), read_points(*(CARDS / "law" / name for name in files)))
+    files = CARDS / "law" / "points.json", CARDS / "law" / "outcome_points.json", NARROW
+    return points_of(Case(*case, **more), read_points(*files))
 
 
 def recall_of_case(*case, **more) -> Recalls:
     return {seed: 100 * point.recall for seed, point in points(*case, **more).items()}
 
 
-def price_of_case(*case, **more) -> Price:
-    first, *others = points(*case, **more).values()
-    return recall_of_case(*case, **more), mean(p.seconds for p in (first, *others)), first.multiply_adds
-
-
-def price_of_recipe(card: str, model: str, timed: str) -> Price:
-    """Seconds and multiply-adds are those of the row `timed` of lab/speed/results/names_training_cpu.md."""
-    page = (ROOT / "lab" / "speed" / "results" / "names_training_cpu.md").read_text(encoding="utf-8")
-    cells = next(line for line in page.splitlines() if line.startswith(f"| {timed} ")).strip("|").split("|")
-    return recall_of_seeds(card, model), float(cells[3]), int(cells[5].replace(",", ""))
+def seconds_of(row: str, seed_steps: int, steps: int) -> float:
+    """Of training, by the milliseconds of a step in the page of the clock."""
+    page = (ROOT / "lab" / "speed" / "results" / "names_clock_cpu.md").read_text(encoding="utf-8")
+    cells = next(line for line in page.splitlines() if line.startswith(f"| {row} ")).strip("|").split("|")
+    return (seed_steps * float(cells[1]) + steps * float(cells[2])) / 1000
 
 
 def score(recalls: Recalls) -> str:
@@ -211,90 +207,123 @@ def dense_price() -> Iterator[str]:
         yield row(model, f"{steps['dense'] / steps[stage]:.2f}", score(recalls), *gains)
 
 
-# Experts, those of a token, and parts of an FFN
-NARROW = {"2 of 16 halves": (16, 2, 2), "4 of 32 quarters": (32, 4, 4)}
+# Experts, those of a token, and how many make an FFN
+SPARSE = {"CLIP-UP": (8, 2, 1), "2 of 16 halves": (16, 2, 2), "4 of 32 quarters": (32, 4, 4)}
+Used = tuple[Recalls, int]  # with multiply-adds of a picture and a text
 
 
-def prices_of_case(*case, **more) -> tuple[Recalls, int]:
-    recalls = recall_of_case(*case, **more)
-    return recalls, next(iter(points(*case, **more).values())).multiply_adds
+def of_case(*case, **more) -> Used:
+    return recall_of_case(*case, **more), next(iter(points(*case, **more).values())).multiply_adds
 
 
-def narrow_elsewhere() -> Iterator[str]:
-    """Worlds after the first: the best dense model, CLIP-UP and narrow experts."""
+def sparse_of_case(*case) -> dict[str, Used]:
+    names = ("experts", "experts_per_token", "parts")
+    return {name: of_case(*case, **dict(zip(names, kind, strict=True))) for name, kind in SPARSE.items()}
+
+
+def points_of_names(batch_size: int, width: int, kind: tuple[int, int, int]) -> list[Point]:
+    """Runs of names_clock.yaml, seed by seed."""
+    return [
+        point
+        for point in read_points(NARROW)
+        if (point.facts, point.batch_size, point.width) == (4096, batch_size, width)
+        and (point.experts, point.experts_per_token, point.parts) == kind
+    ]
+
+
+def of_names(*model) -> Used:
+    run = points_of_names(*model)
+    return {point.seed: 100 * point.recall for point in run}, run[0].multiply_adds
+
+
+def dense_price_worlds() -> Iterator[str]:
+    """In each world the dense models, CLIP-UP and narrow experts, all of equal multiply-adds in training; their gains
+    over the best dense one and over CLIP-UP."""
+    dense, clip_up, *narrow = (recall_of_seeds("dense_price_names", row) for row in ("dense", *SPARSE))
+    first = {"dense": dense, "CLIP-UP": clip_up, **dict(zip(list(SPARSE)[1:], narrow, strict=True))}
+    counted = [costs("names", 12, *kind)[0] for kind in ((0, 2, 1), *SPARSE.values())]
     logos, names = ("icons", 2048, 16, 640), ("names", 1024, 24, 240)
-    for title, case, dense in (
-        ("2,048 logos, 16 wide", logos, {"dense": prices_of_case(*logos)}),
-        (
-            "1,024 names, 24 wide",
-            names,
-            {
-                "dense": prices_of_case(*names),
-                "dense, half the rate": prices_of_case(*names, rate=0.5),
-                **{
-                    f"dense, {width} wide": prices_of_case("names", 1024, width, 240, budget_width=24)
-                    for width in (16, 20, 32)
-                },
-            },
-        ),
-    ):
-        experts = {"CLIP-UP": (8, 2, 1), **NARROW}
-        sparse = {
-            name: prices_of_case(*case, experts=number, experts_per_token=active, parts=parts)
-            for name, (number, active, parts) in experts.items()
-        }
-        yield from narrow_rows(title, dense, sparse)
+    wide = {f"dense, {width} wide": of_case("names", 1024, width, 240, budget_width=24) for width in (16, 20)}
+    long = {model: recall_of_seeds(LONG, model) for model in ("dense, 30 wide", "CLIP-UP, 16 wide, 8 experts")}
+    worlds = {
+        "1,024 names, 12 wide": {
+            name: (recalls, use) for (name, recalls), use in zip(first.items(), counted, strict=True)
+        },
+        "1,024 names, 24 wide": {"dense": of_case(*names), **wide, **sparse_of_case(*names)},
+        "2,048 logos, 16 wide": {"dense": of_case(*logos), **sparse_of_case(*logos)},
+        "4,096 names, 16 wide": {
+            "dense": (recall_of_seeds(LONG, "dense, 16 wide"), 193_600),
+            "dense, 30 wide": (long["dense, 30 wide"], 597_840),
+            "CLIP-UP": (long["CLIP-UP, 16 wide, 8 experts"], 248_000),
+            "4 of 32 quarters": of_names(1024, 16, SPARSE["4 of 32 quarters"]),
+        },
+    }
+    for world, models in worlds.items():
+        best = max((used[0] for name, used in models.items() if "dense" in name), key=lambda r: mean(r.values()))
+        for number, (name, (recalls, use)) in enumerate(models.items()):
+            gains = ["" if recalls is rival else gain(recalls, rival) for rival in (best, models["CLIP-UP"][0])]
+            price = f"{use / models['dense'][1]:.2f}"
+            yield row("" if number else world, name, price, score(recalls), len(recalls), *gains)
 
 
-def narrow_rows(world: str, dense: Mapping[str, tuple], sparse: Mapping[str, tuple]) -> Iterator[str]:
-    """Gains over the best of the dense models and over CLIP-UP."""
-    models, use = {**dense, **sparse}, dense["dense"][1]
-    best = max(dense.values(), key=lambda model: mean(model[0].values()))[0]
-    for number, (name, (recalls, own_use)) in enumerate(models.items()):
-        gains = ["" if recalls is rival else gain(recalls, rival) for rival in (best, sparse["CLIP-UP"][0])]
-        yield row("" if number else world, name, f"{own_use / use:.2f}", score(recalls), len(recalls), *gains)
+def by_the_clock() -> Iterator[str]:
+    """Equal seconds of one core, batches of 512. Run 0 has chosen two models of each side for fresh seeds."""
+    dense = {f"dense, {width} wide": (width, (0, 0, 1)) for width in (24, 30, 36, 44)}
+    sparse = {f"{name}, {width} wide": (width, kind) for width in (16, 36) for name, kind in SPARSE.items()}
+    models = {name: of_names(512, width, kind) for name, (width, kind) in {**dense, **sparse}.items()}
+    fresh = {name: {seed: recall for seed, recall in recalls.items() if seed} for name, (recalls, _) in models.items()}
+    best, best_use = "dense, 44 wide", models["dense, 44 wide"][1]
+    for name, (recalls, use) in models.items():
+        cells = ["", "", ""]
+        if fresh[name]:
+            cells = [score(fresh[name]), len(fresh[name]), "" if name == best else gain(fresh[name], fresh[best])]
+        yield row(name, f"{use / best_use:.2f}", f"{recalls[0]:.1f}", *cells)
 
 
 def prices(task: str, models: Mapping[str, Price]) -> Iterator[str]:
     """Rows of a sparse model, which comes first, and of its rivals."""
     sparse, _, sparse_use = next(iter(models.values()))
     for number, (title, (recalls, seconds, use)) in enumerate(models.items()):
-        price = f"{seconds:.0f}", f"{use / sparse_use:.2f}"
+        price = "" if seconds is None else f"{seconds:.0f}", f"{use / sparse_use:.2f}"
         cells = score(recalls), len(recalls), *price, gain(sparse, recalls) if number else ""
         yield row("" if number else task, title, *cells)
 
 
 def front_page() -> Iterator[str]:
-    """Every gain beside its strongest dense rival in fewer seconds and the price of use."""
-    sparse, strongest = "CLIP-UP, 16 wide, 8 experts", "strongest dense in fewer seconds"
+    """Narrow experts beside CLIP-UP and the best dense models: of equal training, and of equal seconds."""
+    quarters, clip_up = (f"{name}, 1024 pairs" for name in ("4 of 32 quarters", "CLIP-UP"))
+    narrow, narrow_use = of_names(1024, 16, SPARSE["4 of 32 quarters"])
+    whole, dense = (recall_of_seeds(LONG, model) for model in ("CLIP-UP, 16 wide, 8 experts", "dense, 30 wide"))
+    dense_seconds = seconds_of("dense, 30 wide, 1024 pairs", 328, 1313)
     yield from prices(
         "4,096 names",
         {
-            "**16 wide, 8 experts**": price_of_recipe(LONG, sparse, sparse),
-            "best dense of six, equal training: 30 wide": price_of_recipe(LONG, "dense, 30 wide", "dense, 30 wide"),
-            f"{strongest}: 30 wide, trained longer": price_of_recipe(
-                TABLES, "dense, 30 wide", "dense, 30 wide, longer"
-            ),
+            "**16 wide, 4 of 32 quarters**": (narrow, seconds_of(quarters, 1000, 3605), narrow_use),
+            "16 wide, CLIP-UP, 8 experts": (whole, seconds_of(clip_up, 1000, 3000), 248_000),
+            "best dense of six, equal training: 30 wide": (dense, dense_seconds, 597_840),
         },
     )
-    yield from prices(
-        "4,096 names, less training",
-        {
-            "**20 wide, 32 experts**": price_of_case("names", 4096, 20, 640, experts=32, budget_width=16),
-            "best dense of four, equal training: 20 wide": price_of_case("names", 4096, 20, 640, budget_width=16),
-            f"{strongest}: 32 wide": price_of_case("names", 4096, 32, 400),
-        },
-    )
-    yield from prices(
-        "2,048 logos",
-        {
-            "**16 wide, 8 experts**": price_of_case("icons", 2048, 16, 640, experts=8),
-            "best dense of three, equal training, fewer seconds: 16 wide": price_of_case("icons", 2048, 16, 640),
-        },
-    )
+    clock = {}
+    for title, width, kind in (
+        ("**36 wide, 2 of 16 halves**", 36, SPARSE["2 of 16 halves"]),
+        ("best dense of four, equal seconds: 44 wide", 44, (0, 0, 1)),
+        ("dense, 36 wide", 36, (0, 0, 1)),
+    ):
+        recalls, use = of_names(512, width, kind)
+        fresh = {seed: recall for seed, recall in recalls.items() if seed}
+        clock[title] = fresh, seconds_of("dense, 44 wide, 512 pairs", 576, 2337), use
+    yield from prices("the same", clock)
+    logos = ("icons", 2048, 16, 640)
+    sparse = sparse_of_case(*logos)
+    untimed = {
+        "**16 wide, 4 of 32 quarters**": sparse["4 of 32 quarters"],
+        "16 wide, CLIP-UP, 8 experts": sparse["CLIP-UP"],
+        "best dense of three, equal training: 16 wide": of_case(*logos),
+    }
+    yield from prices("2,048 logos", {title: (recalls, None, use) for title, (recalls, use) in untimed.items()})
 
 
-FRONT_PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+FRONT_PAGE, RESULTS, LAB = ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "lab" / "results" / "README.md"
 # Page and header of a table -> its rows
 FINDINGS = {
     (FRONT_PAGE, "| task | model |"): front_page,
@@ -306,7 +335,9 @@ FINDINGS = {
     (RESULTS, "| equal names of a batch |"): duplicates,
     (RESULTS, "| method |"): methods,
     (RESULTS, "| trained on the symbols |"): kept,
-    (RESULTS, "| experts, 12 wide |"): dense_price,
+    (RESULTS, "| world | experts |"): dense_price_worlds,
+    (RESULTS, "| model, equal seconds |"): by_the_clock,
+    (LAB, "| experts, 12 wide |"): dense_price,
 }
 
 
@@ -326,7 +357,7 @@ def written(path: Path) -> str:
 @command
 def write_findings() -> None:
     """Write the rows of all tables."""
-    for path in (FRONT_PAGE, RESULTS):
+    for path in (FRONT_PAGE, RESULTS, LAB):
         path.write_text(written(path), encoding="utf-8")
 
 

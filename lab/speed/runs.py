@@ -72,12 +72,17 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 # Inputs of names_clock.yaml
 DENSE = {"begin": "seed_model"}
+WIDE = {"width": 36, "ffn_width": 144}
+QUARTERS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": "1/4"}
 HALVES = {"num_experts": 16, "moe_intermediate_size": "1/2"}
 SPARSE = {
     "CLIP-UP": {},
     "2 of 16 halves": HALVES,
+    "CLIP-UP, 36 wide": WIDE,
     "2 of 16 halves, 24 wide": HALVES | {"width": 24, "ffn_width": 96},
-    "4 of 32 quarters": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": "1/4"},
+    "2 of 16 halves, 36 wide": HALVES | WIDE,
+    "4 of 32 quarters, 36 wide": QUARTERS | WIDE,
+    "4 of 32 quarters": QUARTERS,
 }
 # Steps of a run, of which the faster ones tell the time of a core that nothing else disturbs
 TIMED_STEPS, FASTER = 60, 0.1

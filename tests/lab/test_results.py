@@ -35,7 +35,7 @@ COLUMNS |= {f"{n} names: R@1 {way}": f"{n} names: R@1 {way}" for n in ("1,024", 
 COLUMNS |= {f"logos: {k} {way}": f"logos of brands: {k} {way}" for k in ("R@1", "R@5") for way in WAYS}
 
 
-@pytest.mark.parametrize("path", [findings.FRONT_PAGE, findings.RESULTS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [findings.FRONT_PAGE, findings.RESULTS, findings.LAB], ids=str)
 def test_tables_are_those_of_the_results(path):
     """`python -m lab.cards.findings` writes them."""
     assert findings.written(path) == PAGES[path.relative_to(ROOT).as_posix()]
