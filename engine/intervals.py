@@ -56,7 +56,7 @@ def difference_reach(share: float, other: float, number: int) -> Reach:
     return math.hypot(below, other_above), math.hypot(above, other_below)
 
 
-def tested_differences(number: int) -> str:
+def shown_differences(number: int) -> str:
     """A sentence on which differences between two models a test of so many samples can show, where both are right half
     of the time, and how many samples `FINE` takes."""
     reaches = {size: difference_reach(0.5, 0.5, size)[0] for size in (number, *(50 * 2**n for n in range(6)))}

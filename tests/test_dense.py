@@ -13,7 +13,8 @@ from clip_moe.conversion.presets import PRESETS
 from clip_moe.conversion.upcycle import upcycle
 from clip_moe.engine.provenance import Record, weights_fingerprint
 
-COPIES = {name: preset.num_experts for name, preset in PRESETS.items()} | {"moe_vie": 10}  # of three parts each
+COPIES = {name: preset.num_experts for name, preset in PRESETS.items()}
+COPIES |= {"moe_vie": 10, "dense_price": 8}  # of three and of four parts each
 CHOICES = [(name, expert) for name, copies in COPIES.items() for expert in range(copies)]
 SCALES = {"text": {"1": 0.3, "3": 0.4}, "vision": {"1": 0.5, "3": 0.6}}
 UNEQUAL = "differ from the source's"

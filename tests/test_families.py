@@ -228,7 +228,9 @@ def test_trained_ffns_become_experts_and_models_are_averaged(family, tmp_path):
     unified, inputs = unify(dense, experts), sample_inputs(dense.config)
     for number, model in enumerate((dense, *experts)):
         with force_expert(unified, number):
-            torch.testing.assert_close(model_outputs(unified, inputs), model_outputs(model, inputs))
+            # Hidden states of several units are sums in another order
+            outputs = model_outputs(unified, inputs), model_outputs(model, inputs)
+            torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
     for number, model in enumerate((dense, experts[0])):
         model.save_pretrained(tmp_path / str(number))
     mean = average([tmp_path / "0", tmp_path / "1"])

@@ -14,7 +14,7 @@ from tiny_runs import run_stages
 from tiny_sources import picture
 
 import clip_moe
-from clip_moe.engine.intervals import tested_differences
+from clip_moe.engine.intervals import shown_differences
 from clip_moe.engine.recipe import load_recipe
 from clip_moe.evaluation.answer import answer as answer_of
 from clip_moe.evaluation.results import slug
@@ -276,7 +276,7 @@ def test_what_may_be_lost_decides():
 )
 def test_before_training_it_is_said_what_the_test_can_show(number, sentence):
     """Newcombe's interval of 50 % against 50 % reaches 6.9 points with 400 pictures, 4.9 with 800."""
-    assert tested_differences(number) == sentence
+    assert shown_differences(number) == sentence
 
 
 def test_what_was_not_measured_was_not_forgotten():

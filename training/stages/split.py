@@ -70,7 +70,7 @@ class SplitStage(PairsStage):
         from clip_moe.data.pairs import one_row_an_image, pairs_with_images
         from clip_moe.data.sources import has_split
         from clip_moe.engine.files import write_text
-        from clip_moe.engine.intervals import tested_differences
+        from clip_moe.engine.intervals import shown_differences
         from clip_moe.engine.messages import join_names
         from clip_moe.evaluation.class_names import are_ids
 
@@ -129,6 +129,6 @@ class SplitStage(PairsStage):
                 f"test_split: {self.test_split} of {data.source} has one image, but needs two to choose from"
             )
         datasets.DatasetDict(train=train, test=test).save_to_disk(directory)
-        lines += [tested_differences(len(test)), *look_at(train, test, tokenizer)]
+        lines += [shown_differences(len(test)), *look_at(train, test, tokenizer)]
         write_text(directory / OVERVIEW, "\n".join(lines) + "\n")
         print("\n".join(f"{self.name}: {line}" for line in lines))
