@@ -76,8 +76,8 @@ PRESETS = {
     "clip_up": Preset(
         "every_second", num_experts=8, norm_topk_prob=False, capacity_factor=2.0, router_z_loss_coef=0.001
     ),
-    # CLIP-UP with FFNs cut in four: four quarters a token cost as much as the dense FFN. Above CLIP-UP on names and on
-    # logos (lab/results/README.md, "At the dense model's price").
+    # CLIP-UP with FFNs cut in four: four quarters a token cost as much as the dense FFN. Above CLIP-UP in three of four
+    # worlds (lab/results/README.md, "At the dense model's price").
     "dense_price": Preset(
         "every_second",
         num_experts=32,

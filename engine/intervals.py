@@ -1,5 +1,6 @@
 """Confidence intervals of scores and differences."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -57,12 +58,16 @@ def difference_reach(share: float, other: float, number: int) -> Reach:
 
 
 def shown_differences(number: int) -> str:
-    """A sentence on which differences between two models a test of so many samples can show, where both are right half
-    of the time, and how many samples `FINE` takes."""
-    reaches = {size: difference_reach(0.5, 0.5, size)[0] for size in (number, *(50 * 2**n for n in range(6)))}
-    needed = next(size for size, reach in list(reaches.items())[1:] if reach <= FINE)
-    sentence = f"A test of {number:,} pictures shows differences of {100 * reaches[number]:.0f} points and more"
-    return f"{sentence}; {100 * FINE:.0f} take about {needed:,}." if reaches[number] > FINE else f"{sentence}."
+    """A sentence: from which difference on a test of so many pictures tells two models apart that are right half of the
+    time; where that is above `FINE`, how many pictures it would take."""
+    reach = difference_reach(0.5, 0.5, number)[0]
+    sentence = f"A test of {number:,} pictures shows differences of {100 * reach:.0f} points and more"
+    if reach <= FINE:
+        return f"{sentence}."
+    needed = next(
+        size for size in (50 * 2**n for n in itertools.count()) if difference_reach(0.5, 0.5, size)[0] <= FINE
+    )
+    return f"{sentence}; {100 * FINE:.0f} take about {needed:,}."
 
 
 def score_reach(result: dict[str, Any], metric: str) -> Reach | None:

@@ -72,7 +72,7 @@ def answer(
     lines += [
         _measures(table[BASE], goals),
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {number:,} for what was learned. "
-        "Another seed of training may change more.",
+        "Another seed of training may change more. The model to use was chosen on these pictures, which flatters it.",
     ]
     return Answer(" ".join([*outcomes, _verdict(models)]), advice, "\n\n".join(lines), use, models.gains)
 

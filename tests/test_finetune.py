@@ -259,7 +259,8 @@ def test_verdicts(learned, kept, verdict, then):
 
 
 def test_what_may_be_lost_decides():
-    """The model that learned most of those that lost no more; that it kept so much is told only where it is shown."""
+    """Of the models that lost no more than allowed, the one that learned most. Where its interval reaches below the
+    limit, the report says that this is inconclusive."""
     scores = dict(zip(ROWS, ((0.2, 0.8), (0.6, 0.6), (0.4, 0.785), (0.5, 0.7)), strict=True))
     for limit, used in ((0, "base"), (2, "dense kept"), (10, "sparse kept"), (100, "dense")):
         told = answer(scores, keep_at_least=limit)

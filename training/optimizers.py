@@ -4,6 +4,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import nn
@@ -20,8 +21,8 @@ logger = logging.getLogger(__name__)
 # A part whose weights change the square of a block's output by less than this share, as rounding does, changes nothing
 ROUNDING = 1e-5
 
-# Part of the names of a kind's parameters; norms are told by their modules
-NAMES_OF_KIND = {"routers": ".router.", "experts": ".experts.", "norms": None}
+# A kind of weights -> what the names of its parameters contain. The kind `norms` goes by modules instead
+NAMES_OF_KIND = {"routers": ".router.", "experts": ".experts."}
 
 # Besides norms, which families call as they like: as CLIP (section 2.5) and everybody after it
 NO_DECAY = re.compile(r"(bias|class_embedding|logit_scale)$")
@@ -31,7 +32,7 @@ def set_trainable(model: nn.Module, wanted: str | Sequence[Kind]) -> list[str]:
     """Train the parameters of these kinds, or those in whose name, or one of whose names, the regular expression is
     found; freeze the others. Returns the names of those that train."""
     named = list(model.named_parameters(remove_duplicate=False))  # an encoder of both towers has two names
-    kinds = [wanted] if isinstance(wanted, str) and wanted in NAMES_OF_KIND else wanted
+    kinds = [wanted] if isinstance(wanted, str) and wanted in get_args(Kind) else wanted
     if isinstance(kinds, str):
         try:
             compiled = re.compile(kinds)
@@ -42,10 +43,10 @@ def set_trainable(model: nn.Module, wanted: str | Sequence[Kind]) -> list[str]:
             examples = ", ".join(name for name, _ in named[:3])
             raise ValueError(f"trainable pattern {kinds!r} matches no parameter; names are {examples}, ...")
     else:
-        of_kind = {kind: _parameters_of_kind(model, kind) for kind in kinds}
-        if missing := [kind for kind, parameters in of_kind.items() if not parameters]:
-            raise ValueError(f"trainable: the model has no {' and no '.join(missing)}")
-        matching = set().union(*of_kind.values())
+        found = {kind: _parameters_of_kind(model, kind) for kind in kinds}
+        if missing := [kind for kind, parameters in found.items() if not parameters]:
+            raise ValueError(f"the model has no {' and no '.join(missing)}")
+        matching = set().union(*found.values())
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in matching)
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -81,7 +81,7 @@ class AnswerStage(EvaluateStage):
 
         from clip_moe.conversion.checkpoints import load_clip_config
         from clip_moe.evaluation.answer import answer, draw_frontier
-        from clip_moe.evaluation.ensemble import open_model
+        from clip_moe.evaluation.ensemble import is_mixture, open_model
         from clip_moe.evaluation.examples import examples_table, find_examples
         from modeling_clip_moe.families import sparse_towers
 
@@ -90,7 +90,9 @@ class AnswerStage(EvaluateStage):
             row: {folder.name: ends[folder] for folder in trainings(Path(model))}
             for row, model in inputs.models.items()
         }
-        sparse = [row for row, model in inputs.models.items() if sparse_towers(load_clip_config(model))]
+        sparse = [
+            row for row, model in inputs.models.items() if is_mixture(model) or sparse_towers(load_clip_config(model))
+        ]
         limit = self.keep_at_least
         answered = answer(results, [LEARNED], inputs.models, sparse, trainings_of_rows, limit)
         write_text(directory / ANSWER, json.dumps({"verdict": answered.verdict, "use": answered.use}))

@@ -7,6 +7,7 @@ writes their rows below their headers. A gain is the mean difference over the se
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean, stdev
@@ -23,6 +24,7 @@ from lab.law.points import Point
 
 CARDS = ROOT / "model_cards"
 NARROW = CARDS / "law" / "narrow_points.json"
+CLOCK = (ROOT / "lab" / "speed" / "results" / "names_clock_cpu.md").read_text(encoding="utf-8")
 LONG, TABLES, SIGLIP = "clip_up_names_long", "clip_up_tables_names", "siglip_names"
 EQUAL = "dense, same multiply-adds"
 
@@ -49,8 +51,7 @@ def recall_of_case(*case, **more) -> Recalls:
 
 def seconds_of(row: str, seed_steps: int, steps: int) -> float:
     """Of training, by the milliseconds of a step in the page of the clock."""
-    page = (ROOT / "lab" / "speed" / "results" / "names_clock_cpu.md").read_text(encoding="utf-8")
-    cells = next(line for line in page.splitlines() if line.startswith(f"| {row} ")).strip("|").split("|")
+    cells = next(line for line in CLOCK.splitlines() if line.startswith(f"| {row} ")).strip("|").split("|")
     return (seed_steps * float(cells[1]) + steps * float(cells[2])) / 1000
 
 
@@ -236,6 +237,14 @@ def of_names(*model) -> Used:
     return {point.seed: 100 * point.recall for point in run}, run[0].multiply_adds
 
 
+def use_of_long(initialized: str, *kind: int) -> int:
+    """Multiply-adds of a picture and a text for a model of clip_up_names_long.yaml."""
+    stages = {stage.name: stage for stage in load_recipe(recipe_file(LONG)).stages}
+    tower, length = stages[initialized].vision_config, stages[initialized].text_config["max_position_embeddings"]
+    width, ffn = tower["hidden_size"], tower["intermediate_size"]
+    return costs("names", width, *(kind or (0, 2, 1)), length=length, ffn=ffn)[0]
+
+
 def dense_price_worlds() -> Iterator[str]:
     """In each world the dense models, CLIP-UP and narrow experts, all of equal multiply-adds in training; their gains
     over the best dense one and over CLIP-UP."""
@@ -252,9 +261,9 @@ def dense_price_worlds() -> Iterator[str]:
         "1,024 names, 24 wide": {"dense": of_case(*names), **wide, **sparse_of_case(*names)},
         "2,048 logos, 16 wide": {"dense": of_case(*logos), **sparse_of_case(*logos)},
         "4,096 names, 16 wide": {
-            "dense": (recall_of_seeds(LONG, "dense, 16 wide"), 193_600),
-            "dense, 30 wide": (long["dense, 30 wide"], 597_840),
-            "CLIP-UP": (long["CLIP-UP, 16 wide, 8 experts"], 248_000),
+            "dense": (recall_of_seeds(LONG, "dense, 16 wide"), use_of_long("initialized")),
+            "dense, 30 wide": (long["dense, 30 wide"], use_of_long("initialized_30")),
+            "CLIP-UP": (long["CLIP-UP, 16 wide, 8 experts"], use_of_long("initialized", *SPARSE["CLIP-UP"])),
             "4 of 32 quarters": of_names(1024, 16, SPARSE["4 of 32 quarters"]),
         },
     }
@@ -270,6 +279,7 @@ def by_the_clock() -> Iterator[str]:
     """Equal seconds of one core, batches of 512. Run 0 has chosen two models of each side for fresh seeds."""
     dense = {f"dense, {width} wide": (width, (0, 0, 1)) for width in (24, 30, 36, 44)}
     sparse = {f"{name}, {width} wide": (width, kind) for width in (16, 36) for name, kind in SPARSE.items()}
+    sparse["2 of 16 halves, 24 wide"] = 24, SPARSE["2 of 16 halves"]
     models = {name: of_names(512, width, kind) for name, (width, kind) in {**dense, **sparse}.items()}
     fresh = {name: {seed: recall for seed, recall in recalls.items() if seed} for name, (recalls, _) in models.items()}
     best, best_use = "dense, 44 wide", models["dense, 44 wide"][1]
@@ -294,13 +304,28 @@ def front_page() -> Iterator[str]:
     quarters, clip_up = (f"{name}, 1024 pairs" for name in ("4 of 32 quarters", "CLIP-UP"))
     narrow, narrow_use = of_names(1024, 16, SPARSE["4 of 32 quarters"])
     whole, dense = (recall_of_seeds(LONG, model) for model in ("CLIP-UP, 16 wide, 8 experts", "dense, 30 wide"))
-    dense_seconds = seconds_of("dense, 30 wide, 1024 pairs", 328, 1313)
+    stages = load_recipe(recipe_file(LONG)).stages
+    steps = {stage.name: stage.max_steps for stage in stages if isinstance(stage, StepsStage)}
+    run = points_of_names(1024, 16, SPARSE["4 of 32 quarters"])[0]
+    narrow_steps = run.pairs // run.batch_size - steps["seed_model"]
     yield from prices(
         "4,096 names",
         {
-            "**16 wide, 4 of 32 quarters**": (narrow, seconds_of(quarters, 1000, 3605), narrow_use),
-            "16 wide, CLIP-UP, 8 experts": (whole, seconds_of(clip_up, 1000, 3000), 248_000),
-            "best dense of six, equal training: 30 wide": (dense, dense_seconds, 597_840),
+            "**16 wide, 4 of 32 quarters**": (
+                narrow,
+                seconds_of(quarters, steps["seed_model"], narrow_steps),
+                narrow_use,
+            ),
+            "16 wide, CLIP-UP, 8 experts": (
+                whole,
+                seconds_of(clip_up, steps["seed_model"], steps["clip_up_8"]),
+                use_of_long("initialized", *SPARSE["CLIP-UP"]),
+            ),
+            "best dense of six, equal training: 30 wide": (
+                dense,
+                seconds_of("dense, 30 wide, 1024 pairs", steps["seed_30"], steps["dense_30"]),
+                use_of_long("initialized_30"),
+            ),
         },
     )
     clock = {}
@@ -311,7 +336,7 @@ def front_page() -> Iterator[str]:
     ):
         recalls, use = of_names(512, width, kind)
         fresh = {seed: recall for seed, recall in recalls.items() if seed}
-        clock[title] = fresh, seconds_of("dense, 44 wide, 512 pairs", 576, 2337), use
+        clock[title] = fresh, float(re.search(r"All train for (\d+) s", CLOCK)[1]), use
     yield from prices("the same", clock)
     logos = ("icons", 2048, 16, 640)
     sparse = sparse_of_case(*logos)

@@ -55,13 +55,28 @@ class Case:
 
 
 @cache
-def costs(world: str, width: int, experts: int, experts_per_token: int, parts: int = 1) -> tuple[int, int]:
-    """Multiply-adds of a picture and a text, and parameters of the layers."""
+def costs(
+    world: str,
+    width: int,
+    experts: int,
+    experts_per_token: int,
+    parts: int = 1,
+    length: int = 32,
+    ffn: int | None = None,
+) -> tuple[int, int]:
+    """Multiply-adds of a picture and a text of a length in tokens, and parameters of the layers; `ffn`: its width."""
     image_size, patch_size = SIZES[world]
-    tower = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2, "num_attention_heads": 1}
+    tower = {"hidden_size": width, "intermediate_size": ffn or 4 * width, "num_hidden_layers": 2}
+    tower["num_attention_heads"] = 1
     tower["projection_dim"] = width
     config = CLIPConfig(
-        text_config={**tower, "max_position_embeddings": 32, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1},
+        text_config={
+            **tower,
+            "max_position_embeddings": length,
+            "vocab_size": 512,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
         vision_config={**tower, "image_size": image_size, "patch_size": patch_size},
         projection_dim=width,
     )

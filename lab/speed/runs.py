@@ -84,7 +84,7 @@ SPARSE = {
     "4 of 32 quarters, 36 wide": QUARTERS | WIDE,
     "4 of 32 quarters": QUARTERS,
 }
-# Steps of a run, of which the faster ones tell the time of a core that nothing else disturbs
+# Steps of a run, and the share of them that is faster than the time that counts: a busy neighbor slows the others
 TIMED_STEPS, FASTER = 60, 0.1
 System = Literal[*SYSTEMS]
 

@@ -67,8 +67,8 @@ def test_experts_that_are_parts_of_an_ffn_count_as_such(tmp_path):
     """32 quarters have the parameters of 8 experts and more routers; their rival is a dense model as any other."""
     case = {"world": "names", "facts": 1024, "width": 16, "exposures": 640, "experts": 32, "experts_per_token": 4}
     quarters, whole = Case(**case, parts=4), Case("names", 1024, 16, 640, experts=8)
-    added, of_whole = (model_of_case(one).experts for one in (quarters, whole))
-    assert of_whole < added < 1.1 * of_whole
+    added, added_whole = (model_of_case(one).experts for one in (quarters, whole))
+    assert added_whole < added < 1.1 * added_whole
     predicted = predict(fitted_law()[0], case | {"parts": 4, "why": "narrow"})
     assert predicted.rival == Case("names", 1024, 16, 640, experts_per_token=4, budget_width=16)
     (point, *_) = json.loads((CARD / "points.json").read_text(encoding="utf-8"))
