@@ -22,10 +22,10 @@ def hold_out(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     copies: Copies,
-) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Rows to train on and rows to test on, which have no caption and no image in common, also not under other bytes.
-    Where captions repeat as classes do, they have the classes in common, and no image. A ValueError where captions or
-    images tie too many of them together.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of rows to train on and of rows to test on, which have no caption and no image in common, also not under
+    other bytes. Where captions repeat as classes do, they have the classes in common, and no image. A ValueError where
+    captions or images tie too many of them together.
 
     Args:
         rows: columns `image` and `caption`, a text or a list of texts.
@@ -56,7 +56,7 @@ def hold_out(
             f"training, with all their pairs, but {sizes.max()} pairs are connected by a shared caption or picture. "
             "Give the data a split test, or more pairs"
         )
-    return rows.select(np.flatnonzero(~is_test)), rows.select(np.flatnonzero(is_test))
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
 def _spread(classes: Sequence[str], rng: np.random.Generator) -> np.ndarray:

@@ -34,6 +34,13 @@ class Copies(NamedTuple):
     near: np.ndarray  # (pairs, 2), the numbers of near copies
     num_too_alike: int = 0  # pictures that look like more than `MOST_ALIKE` others, and count as different
 
+    def among(self, rows: np.ndarray) -> "Copies":
+        """Those among some of the pictures, which have new numbers."""
+        place = np.full(len(self.pixels), -1)
+        place[rows] = np.arange(len(rows))
+        near = place[self.near]
+        return Copies([self.pixels[row] for row in rows], near[(near >= 0).all(axis=1)])
+
     def in_training(self, num_training: int) -> tuple[int, int]:
         """How many pictures after the first ones, those of training, have the same pixels as one of these, and how many
         others are nearly the same."""

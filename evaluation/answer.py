@@ -42,37 +42,42 @@ def answer(
     sparse: Collection[str] = (),
     trainings: Mapping[str, Mapping[str, Training]] = MappingProxyType({}),
     keep_at_least: float = 1.0,
+    chosen: str | None = None,
 ) -> Answer:
     """Sentences on what was learned, what was kept, whether experts helped, and which folder to use.
 
-    The model to use is the one that learned most, of those that lost no more than the user allows; where no interval
+    The model to use is the one that learned most of the pictures to choose on, of those that lost no more than the user
+    allows; where no interval
     shows that it learned anything, it is the base. Experts helped if the sparse model that learned most of these is
     above the dense one by more than the interval over test samples. A model whose training did not leave chance or
     collapsed is left out, and then there is no verdict.
 
     Args:
         results: of `clip_moe.evaluation.evaluate.evaluate_model`, for `BASE` and other models.
-        learned: tasks on what was to be learned, with intervals. All others are on what was to be kept.
+        learned: tasks on what was to be learned, with intervals.
+        chosen: the task on what was to be learned that the model is chosen by; None: `learned`. All others are on what
+            was to be kept.
         folders: model -> its folder.
         sparse: models with experts.
         trainings: model -> name of a stage -> the training that the model is from.
         keep_at_least: points of what the base knows that a model may lose.
     """
     table = arrange(results)
-    goals = {"learned": [*learned], "kept": [task for task in table[BASE] if task not in learned]}
+    goals = {"learned": [*learned], "kept": [task for task in table[BASE] if task not in (*learned, chosen)]}
     goals = {goal: tasks for goal, tasks in goals.items() if tasks}
     ended = {model: {name: t for name, t in trainings.get(model, {}).items() if t.outcome} for model in table}
-    models = Models(table, goals, sparse, ended, keep_at_least)
+    models = Models(table, goals, sparse, ended, keep_at_least, [chosen] if chosen else goals["learned"])
     advice, use = _advice(models, folders)
     outcomes = dict.fromkeys(f"{code(name)} {end.outcome}." for ends in ended.values() for name, end in ends.items())
     lines = [_table(models, use)]
     if "kept" not in goals:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
     number = sum(table[BASE][task]["num_samples"] for task in learned)
+    how = f"on {table[BASE][chosen]['num_samples']:,} others" if chosen else "on these pictures, which flatters it"
     lines += [
         _measures(table[BASE], goals),
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {number:,} for what was learned. "
-        "Another seed of training may change more. The model to use was chosen on these pictures, which flatters it.",
+        f"Another seed of training may change more. The model to use was chosen {how}.",
     ]
     return Answer(" ".join([*outcomes, _verdict(models)]), advice, "\n\n".join(lines), use, models.gains)
 
@@ -83,6 +88,7 @@ class Models:
     Args:
         table: model -> task -> result.
         goals: "learned" and perhaps "kept" -> tasks.
+        chosen: tasks that the model to use is chosen by.
         ended: model -> name of a stage -> a training whose outcome is worth a word.
     """
 
@@ -93,8 +99,9 @@ class Models:
         sparse: Collection[str],
         ended: Mapping[str, Mapping[str, Training]],
         keep_at_least: float,
+        chosen: Sequence[str],
     ):
-        self.table, self.goals, self.sparse = table, goals, sparse
+        self.table, self.goals, self.sparse, self.chosen = table, goals, sparse, chosen
         self.ended, self.keep_at_least = ended, keep_at_least
         self.gains = {model: {goal: self.gain(model, BASE, goal) for goal in goals} for model in table if model != BASE}
         self.alive = [model for model in self.gains if not any(end.is_dead for end in ended[model].values())]
@@ -106,8 +113,8 @@ class Models:
         return _gain(self.table[model], self.table[other], self.goals[goal])
 
     def learned(self, model: str) -> tuple[float, bool]:
-        """How much more than the base; of equals, the dense model is the better one."""
-        return self.gains[model]["learned"][0], model not in self.sparse
+        """How much more than the base, to choose by; of equals, the dense model is the better one."""
+        return _gain(self.table[model], self.table[BASE], self.chosen)[0], model not in self.sparse
 
     def frontier(self) -> list[str]:
         """The models that no other one beats: none both learned and kept at least as much, and one of them more."""

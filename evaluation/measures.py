@@ -27,7 +27,8 @@ Embeds = Embedder | Ensemble
 
 
 # The `metrics` of a task; `weights` of an ensemble's experts, by what they weigh; `texts`, the `TextCounts` if it has
-# texts; `train_skipped`, the training images that could not be read; and what else a result has
+# texts; `chance`, what guessing scores in primary metrics; `train_skipped`, the training images that could not be read;
+# and what else a result has
 Measured = dict[str, Any]
 
 
@@ -78,10 +79,11 @@ def measure_zero_shot(task: Task, model: Embeds, rows: Dataset) -> Measured:
     shape = (len(task.classes), len(task.templates), -1)
     classes = [class_embeddings(part.reshape(shape)) for part in texts]
     labels, group_of_class = _labels(task, rows), np.array([task.group_of_class.get(name, "") for name in task.classes])
-    image_weights, weights, metrics = model.image_weights(rows), [], {}
+    image_weights, weights, metrics, chances = model.image_weights(rows), [], {}, []
     for group in dict.fromkeys(group_of_class[labels].tolist()):
         members = np.flatnonzero(group_of_class == group)
         chosen = np.isin(labels, members)
+        chances.append(1 / len(members))
         weights.append(model.weights([[task.classes[member] for member in members]], task.templates)[0])
         chosen_weights = None if image_weights is None else image_weights[chosen]
         metrics[group] = zero_shot_metrics(
@@ -94,7 +96,8 @@ def measure_zero_shot(task: Task, model: Embeds, rows: Dataset) -> Measured:
         accuracies = {f"accuracy/{group}": of_group["accuracy"] for group, of_group in metrics.items()}
         metrics = {"": {"accuracy": float(np.mean(list(accuracies.values()))), **accuracies}}
     routed = {"classes": np.array(weights), "images": image_weights}
-    return {"metrics": metrics[""], "weights": routed, "texts": counts}
+    chance = {"accuracy": float(np.mean(chances))}
+    return {"metrics": metrics[""], "chance": chance, "weights": routed, "texts": counts}
 
 
 def _read_texts(model: Embeds, texts: list[str]) -> ReadTexts:
@@ -132,7 +135,10 @@ def measure_retrieval(task: Task, model: Embeds, rows: Dataset) -> Measured:
         wanted=task.metrics,
         text_of_pair=text_of_pair,
     )
-    measured = {"metrics": metrics, "weights": weights, "texts": counts, "num_captions": counts.number}
+    share = len(image_of_text) / (len(rows) * counts.number)  # of pairs of an image and a text that are right
+    chance = {"image_to_text_recall@1": share, "text_to_image_recall@1": share}
+    measured = {"metrics": metrics, "chance": chance, "weights": weights, "texts": counts}
+    measured["num_captions"] = counts.number
     if isinstance(model, Embedder) and (training := trainings(Path(model.source)).get(Path(model.source))):
         row_of = {text: row for row, text in enumerate(corpus)}
         first = [row_of[image_captions[0]] for image_captions in captions]
@@ -161,7 +167,9 @@ def measure_pairs(task: Task, model: Embeds, rows: Dataset) -> Measured:
         list(rows["attribute"]) if "attribute" in rows.column_names else None,
         score=next(iter(task.primary)),
     )
-    return {"metrics": metrics, "weights": {"pairs": weights, "images": image_weights}, "texts": counts}
+    chance = {"text": 1 / 4, "image": 1 / 4, "group": 1 / 6}
+    routed = {"pairs": weights, "images": image_weights}
+    return {"metrics": metrics, "chance": chance, "weights": routed, "texts": counts}
 
 
 def measure_linear_probe(task: Task, model: Embeds, rows: Dataset) -> Measured:

@@ -144,6 +144,26 @@ def _fault(
     return None
 
 
+def chance_sentences(results: Results) -> list[str]:
+    """A sentence for each task and model that is not shown to score above chance."""
+    sentences = []
+    for result in results:
+        scores = {metric: share for metric, share in result.get("chance", {}).items() if metric in result["primary"]}
+        reaches = {metric: score_reach(result, metric) for metric in scores}
+        if scores and all(
+            reach is not None and result["metrics"][metric] - reach[0] <= scores[metric]
+            for metric, reach in reaches.items()
+        ):
+            parts = (
+                f"{result['primary'][metric]} {result['metrics'][metric]:.1%}, chance {share:.1%}"
+                for metric, share in scores.items()
+            )
+            sentences.append(
+                f"*{escape(result['model'])}* is not above chance in {escape(result['title'])}: {'; '.join(parts)}."
+            )
+    return sentences
+
+
 def first_results(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """task -> the result of the first model that has one, for what all results of a task share."""
     first: dict[str, dict[str, Any]] = {}

@@ -47,13 +47,14 @@ def pictures(folder, captions, split=".", draw=small, save=lambda image, path: i
     return folder
 
 
-def split(folder, data, model):
+def split(folder, data, model, validation=0):
     """The stage that splits data, in a run of its own. Returns its folder."""
     stage = {"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(model)}
+    stage["validation"] = validation
     return run_stages(folder / "run", [stage]) / "pictures"
 
 
-def answer(scores, folders=None, metrics=None, keep_at_least=1.0, **changes):
+def answer(scores, folders=None, metrics=None, keep_at_least=1.0, chosen=None, **changes):
     """The sentences on `scores`, model -> its score of each task, learned first."""
     folders = folders or {model: f"in/{model}" for model in scores}
     metrics = metrics or {"learned": "accuracy", "kept": "accuracy"}
@@ -63,7 +64,7 @@ def answer(scores, folders=None, metrics=None, keep_at_least=1.0, **changes):
         for (task, metric), score in zip(metrics.items(), task_scores, strict=False)
     ]
     sparse = [model for model in scores if model.startswith("sparse")]
-    answered = answer_of(results, ["learned"], folders, sparse, keep_at_least=keep_at_least)
+    answered = answer_of(results, ["learned"], folders, sparse, keep_at_least=keep_at_least, chosen=chosen)
     return f"**{answered.verdict}** {answered.advice}\n\n{answered.details}"
 
 
@@ -79,10 +80,17 @@ def test_a_folder_without_a_test(tmp_path, dense, capsys):
     finetune(data, output, dense, *flags)
     told = capsys.readouterr().out
     rows = datasets.load_from_disk(str(output / "pictures"))
-    train, test = (set(rows[split]["caption"]) for split in ("train", "test"))
-    assert train.isdisjoint(test) and len(rows["train"]) + len(rows["test"]) == 60 and len(rows["test"]) == 6
+    train, test, chosen = (set(rows[split]["caption"]) for split in ("train", "test", "validation"))
+    assert train.isdisjoint(test | chosen) and test.isdisjoint(chosen)
+    assert [len(rows[split]) for split in ("train", "test", "validation")] == [48, 6, 6]
     report = (output / "report" / "report.md").read_text()
-    assert "dense: Training has 54 pairs with " in told
+    assert "pictures: Of the others, 6 are held out likewise, to choose a model on." in told
+    assert "pictures: Training has 48 pairs with " in told
+    assert (
+        "*base* is not above chance in attribute pairs, first 1000 rows: group score 0.4%, chance 16.7%."
+        in told[: told.index("dense: begins")]
+    )
+    assert not (output / "before" / "chosen--base.json").exists()
     title, first, _, table, picture, gains, *scores = report.split("\n\n")
     assert title == "# Did the model learn your pictures, and did experts help?"
     shown = re.findall(r"!\[picture \d\]\((\w+.png)\) \| (a picture of number \d+) \| (.+) \|", table)
@@ -116,7 +124,7 @@ def test_classes_as_captions(tmp_path, dense, capsys):
     finetune(data, output, dense, "--defaults.train.num_epochs", "1")
     told, report = capsys.readouterr().out, (output / "report" / "report.md").read_text()
     rows = datasets.load_from_disk(str(output / "pictures"))
-    assert (len(rows["train"]), len(rows["test"])) == (79, 9)
+    assert [len(rows[split]) for split in ("train", "test", "validation")] == [71, 9, 8]
     names = {"![x](y.jpg)", "[a](b)", "red circle", "a dog."}
     assert set(rows["train"]["caption"]) == set(rows["test"]["caption"]) == names
     line = "The captions repeat as classes do: the test is held out by picture, and scored by class, 4 in all."
@@ -182,7 +190,7 @@ def test_other_pictures_of_the_test_are_noticed(tmp_path, dense, table):
         (tmp_path / "data" / "pairs.csv").write_text("\n".join(["image,caption,split", *lines]))
         data = {"source": str(data / "pairs.csv"), "image_root": str(data)}
     settings = data if table else {"source": str(data)}
-    stages = [{"name": "pictures", "stage": "split", "data": settings, "model": str(dense)}]
+    stages = [{"name": "pictures", "stage": "split", "data": settings, "model": str(dense), "validation": 0}]
     answer = {"name": "answer", "stage": "answer", "split": "pictures", "tasks": ["symbols_pairs"]}
     answer |= {"models": dict.fromkeys(("base", "dense", "sparse"), str(dense)), "max_rows": 2}
     folder = run_stages(tmp_path / "run", [*stages, answer])
@@ -266,6 +274,36 @@ def test_what_may_be_lost_decides():
         told = answer(scores, keep_at_least=limit)
         assert re.search(r"[uU]se `in/(.+?)`", told)[1] == used, limit
         assert (f"That it keeps within {limit} points is inconclusive" in told) == (limit in (2, 10)), limit
+
+
+def test_the_model_is_chosen_on_other_pictures_than_the_test():
+    scores = {
+        "base": (0.2, 0.2, 0.8),
+        "dense": (0.6, 0.5, 0.8),
+        "dense kept": (0.5, 0.6, 0.8),
+        "sparse kept": (0.7, 0.4, 0.8),
+    }
+    metrics = dict.fromkeys(("learned", "chosen", "kept"), "accuracy")
+    told = answer(scores, metrics=metrics, chosen="chosen")
+    assert "Experts helped: +20.0" in told and "Use `in/dense kept`, the dense kept model" in told
+    assert "The model to use was chosen on 1,000 others." in told and told.count("chosen") == 1
+
+
+def test_pictures_to_choose_on_are_in_neither_split(tmp_path, dense):
+    """Nor compressed ones, under another caption."""
+    data = pictures(tmp_path / "data", NUMBERS[:60], draw=lambda number: noise(number // 2))
+    for number in range(1, 60, 2):
+        Image.open(data / f"{number}.png").save(data / f"{number}.png", "JPEG")
+    parts = datasets.load_from_disk(split(tmp_path, data, dense, validation=0.2))
+    assert {name: len(part) for name, part in parts.items()} == {"train": 42, "test": 6, "validation": 12}
+    numbers = {name: {int(text.split()[1]) for text in part["caption"]} for name, part in parts.items()}
+    assert set.union(*numbers.values()) == {*range(60)}
+    assert all({number ^ 1 for number in part} == part for part in numbers.values())
+    few = pictures(tmp_path / "few", NUMBERS[:6], "train")
+    pictures(few, NUMBERS[6:8], "test")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match="or hold out no pairs to choose a model on: --pictures.validation 0"):
+        split(tmp_path / "other", few, dense, validation=0.1)
 
 
 @pytest.mark.parametrize(

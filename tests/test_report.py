@@ -17,7 +17,7 @@ from clip_moe.evaluation.benchmarks.specs import GROUPS
 from clip_moe.evaluation.commands import report
 from clip_moe.evaluation.figures import plot_text
 from clip_moe.evaluation.page import html_page
-from clip_moe.evaluation.report import write_report
+from clip_moe.evaluation.report import chance_sentences, write_report
 from lab.law.estimate import CountedCaptions
 
 
@@ -46,6 +46,13 @@ def cells(page):
 
 def lines_of(table):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_what_is_not_above_chance_is_named():
+    """50 of 1,000 right are above chance of 1 in 50 by more than the interval, 25 are not."""
+    known, unknown = (result("m", value=share, chance={"recall": 0.02, "other": 1}) for share in (0.05, 0.025))
+    assert chance_sentences([known, result("m", value=0.0)]) == []
+    assert chance_sentences([unknown]) == ["*m* is not above chance in retrieval: R@1 2.5%, chance 2.0%."]
 
 
 def test_table_picture_and_page(tmp_path, figures, capsys):

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 # Name of the task on what was to be learned
 LEARNED = "learned"
+# The same on other pictures, on which the model to use is chosen
+CHOSEN = "chosen"
+SPLITS = {LEARNED: "test", CHOSEN: "validation"}
 # What models learned over what they kept
 FRONTIER = "frontier.png"
 
@@ -35,10 +38,9 @@ class AnswerStage(EvaluateStage):
     """
 
     kind: ClassVar[str] = "answer"
-    title: ClassVar[str] = "Did the model learn your pictures, and did experts help?"
     held_out: ClassVar[str | None] = LEARNED
 
-    # The data to learn: a `split` stage, whose test is measured.
+    # The data to learn: a `split` stage. Its test is measured, and the model is chosen on its split `validation`.
     split: Annotated[str, Reads("split")]
     # Tasks on what the models should still know, as in an `evaluate` stage.
     tasks: list[Wanted] = Field(default_factory=list)
@@ -49,35 +51,55 @@ class AnswerStage(EvaluateStage):
 
     @model_validator(mode="after")
     def _check_rows(self):
-        if "base" not in self.models or len(self.models) < 2:
-            raise ValueError(f"models needs a row base and others, but has {', '.join(self.models)}")
+        if "base" not in self.models:
+            raise ValueError(f"models needs a row base, but has {', '.join(self.models)}")
         return self
 
-    def usage(self, directory: Path) -> str:
+    @property
+    def title(self) -> str:
+        alone = len(self.models) == 1
+        return "What does the base know?" if alone else "Did the model learn your pictures, and did experts help?"
+
+    def usage(self, directory: Path) -> str | None:
+        if len(self.models) == 1:
+            return super().usage(directory)
         return read_text(directory / "report.md").split("\n\n")[1].replace("**", "")  # the verdict, after the title
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
-        from datasets import load_from_disk
-
-        learned = self._learned(inputs)
-        if "label" in load_from_disk(inputs.split)["test"].column_names:  # classes, as they were in training
-            learned = dataclasses.replace(learned, task="zero_shot", templates=["{}"])
-        return dataclasses.replace(self, tasks=[learned, *self.tasks]).open_tasks()
+        return dataclasses.replace(self, tasks=[*self._own(inputs), *self.tasks]).open_tasks()
 
     def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
-        """Hashes of the test's pictures, too, which the split only names."""
+        """Hashes of the held-out pictures, too, which the split only names."""
         from clip_moe.evaluation.own_data import own_fingerprint
 
-        learned = own_fingerprint(self._learned(inputs))
-        return super().fingerprints(inputs) | ({} if learned is None else {LEARNED: learned})
+        own = {task.name: own_fingerprint(task) for task in self._own(inputs)}
+        return super().fingerprints(inputs) | {name: digest for name, digest in own.items() if digest is not None}
 
-    def _learned(self, inputs: SimpleNamespace) -> OwnTask:
-        return OwnTask(task="retrieval", dataset=inputs.split, name=LEARNED, title="own pictures")
+    def _own(self, inputs: SimpleNamespace) -> list[OwnTask]:
+        """The tasks on held-out pictures: retrieval, or of classes, as they were in training."""
+        from datasets import load_from_disk
+
+        parts, titles = load_from_disk(inputs.split), {LEARNED: "own pictures", CHOSEN: "own pictures to choose on"}
+        by_class = dict(task="zero_shot", templates=["{}"])
+        return [
+            OwnTask(
+                **(by_class if "label" in parts[split].column_names else {"task": "retrieval"}),
+                dataset=inputs.split,
+                name=name,
+                title=titles[name],
+                split=split,
+            )
+            for name, split in SPLITS.items()
+            if split in parts and (name == LEARNED or len(self.models) > 1)
+        ]
 
     def head(
         self, results: list[dict[str, Any]], inputs: SimpleNamespace, directory: Path, device: Any
     ) -> tuple[str, dict]:
         import torch
+
+        if len(self.models) == 1:
+            return super().head(results, inputs, directory, device)
 
         from clip_moe.conversion.checkpoints import load_clip_config
         from clip_moe.evaluation.answer import answer, draw_frontier
@@ -94,7 +116,8 @@ class AnswerStage(EvaluateStage):
             row for row, model in inputs.models.items() if is_mixture(model) or sparse_towers(load_clip_config(model))
         ]
         limit = self.keep_at_least
-        answered = answer(results, [LEARNED], inputs.models, sparse, trainings_of_rows, limit)
+        chosen = CHOSEN if any(result["task"] == CHOSEN for result in results) else None
+        answered = answer(results, [LEARNED], inputs.models, sparse, trainings_of_rows, limit, chosen)
         write_text(directory / ANSWER, json.dumps({"verdict": answered.verdict, "use": answered.use}))
         task = self.tasks_of(inputs)[LEARNED]
         source, dtype = inputs.models[answered.use], getattr(torch, self.dtype)

@@ -71,7 +71,7 @@ class EvaluateStage(MeasuredTasks, Stage):
 
         from clip_moe.evaluation.ensemble import is_mixture
         from clip_moe.evaluation.evaluate import evaluate_model
-        from clip_moe.evaluation.report import write_report
+        from clip_moe.evaluation.report import chance_sentences, write_report
 
         accelerator, results = context.accelerator, []
         for model in inputs.models.values():
@@ -96,6 +96,8 @@ class EvaluateStage(MeasuredTasks, Stage):
         head, pictures = self.head(results, inputs, directory, accelerator.device)
         head = "\n\n".join(filter(None, [head, "\n".join(losses)]))
         print(write_report(results, directory, self.baseline, head, self.title, pictures))
+        for sentence in chance_sentences(results):
+            print(f"{self.name}: {sentence}")
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         """Name in results -> task."""
@@ -119,6 +121,7 @@ class EvaluateStage(MeasuredTasks, Stage):
             directory: where embeddings are kept.
         """
         from clip_moe.data.overview import recalls
+        from clip_moe.evaluation.report import chance_sentences
 
         best: dict[str, dict[str, float]] = {}
         for result in results:
@@ -126,7 +129,8 @@ class EvaluateStage(MeasuredTasks, Stage):
             ceilings = best.setdefault(result["title"], dict(model_ceilings))
             # Each model has its tokenizer
             ceilings |= {way: max(share, ceilings[way]) for way, share in model_ceilings.items()}
-        sentences = (
+        sentences = chance_sentences(results)
+        sentences += (
             f"The captions of {escape(title)} allow no model more than R@1 {recalls(ceilings)}."
             for title, ceilings in best.items()
             if min(ceilings.values(), default=1) < 1

@@ -18,13 +18,13 @@ from clip_moe.engine.stage import Model, PairsStage
 
 @dataclass(config=STRICT, kw_only=True)
 class SplitStage(PairsStage):
-    """Reads pairs once, looks at them, and splits them into pairs to train on and pairs to test on. Other stages name
-    it as their `data.source`.
+    """Reads pairs once, looks at them, and splits them into pairs to train on, to choose a model on (`validation`) and
+    to test on. Other stages name it as their `data.source`.
 
-    If the data have no split `test`, it holds out a tenth. Training then has none of the test's captions or images,
-    nor compressed or scaled copies of them. Where captions repeat as classes do, it holds out by image alone, and an
-    `answer` stage scores by class. It prints the best scores that the captions allow, which an `answer` stage repeats
-    in its report. Images in files of their own stay where they are.
+    If the data have no split `test`, it holds out a tenth, and a tenth of the others to choose a model on. Training
+    then has none of their captions or images, nor compressed or scaled copies of them. Where captions repeat as classes
+    do, it holds out by image alone, and an `answer` stage scores by class. It prints the best scores that the captions
+    allow, which an `answer` stage repeats in its report. Images in files of their own stay where they are.
 
         clip-moe split runs/pictures --data.source symbols --data.num_samples 64 --model training/symbol_clip
     """
@@ -39,6 +39,8 @@ class SplitStage(PairsStage):
     test_split: str = "test"
     # Fraction of the pairs to hold out.
     held_out: float = Field(default=0.1, gt=0, lt=1)
+    # Fraction of the pairs that are not of the test, to choose a model on; 0: it is chosen on the test.
+    validation: float = Field(default=0.1, ge=0, lt=1)
 
     def rehearsed(self, num_samples: int) -> typing.Self:
         """With all pairs: a few may all have one caption."""
@@ -83,18 +85,34 @@ class SplitStage(PairsStage):
             test = pairs_with_images(dataclasses.replace(data, split=self.test_split, skip=None), decode=True)
             images = [part.select_columns("image") for part in (train, test)]
             copies = find_copies(datasets.concatenate_datasets(images))
-            same, near = copies.in_training(len(train))
+            of_training = np.arange(len(train))
+        else:
+            copies = find_copies(train)
+            of_training, of_test = hold_out(train, self.held_out, context.seed, tokenizer, copies)
+            train, test = train.select(of_training), train.select(of_test)
+        parts = {"train": train, "test": test}
+        if self.validation:
+            among = copies.among(of_training)
+            try:
+                of_training, of_validation = hold_out(train, self.validation, context.seed + 1, tokenizer, among)
+            except ValueError as error:
+                message = f"{error}, or hold out no pairs to choose a model on: --{self.name}.validation 0"
+                raise ValueError(message) from None
+            parts |= {"train": train.select(of_training), "validation": train.select(of_validation)}
+        captions = [caption for part in parts.values() for caption in part["caption"]]
+        names = class_names(captions, tokenizer) or []
+        starts = dict(zip(parts, np.cumsum([0, *map(len, parts.values())]).tolist(), strict=False))
+        names_of = {split: names[starts[split] : starts[split] + len(part)] for split, part in parts.items()}
+        if is_given:
             lines = [f"The test is the split {self.test_split} of {data.source}."]
+            of_test = np.arange(len(train), len(train) + len(test))
+            same, near = copies.among(np.concatenate([of_training, of_test])).in_training(len(of_training))
             if same + near:
                 lines.append(
                     f"{same + near:,} of the test's {len(test):,} images are in training, too: {same:,} with the same "
                     f"pixels, {near:,} that look like them, compressed or scaled."
                 )
         else:
-            copies = find_copies(train)
-            train, test = hold_out(train, self.held_out, context.seed, tokenizer, copies)
-        names = class_names([*train["caption"], *test["caption"]], tokenizer)
-        if not is_given:
             together = "" if names else ", together with all that have the same caption"
             lines = [
                 f"{data.source} has no split {self.test_split}, so {len(test) / (len(train) + len(test)):.0%} of its "
@@ -109,26 +127,31 @@ class SplitStage(PairsStage):
                 f"{copies.num_too_alike:,} images look roughly like more than {MOST_ALIKE} others and count as "
                 "different pictures."
             )
-        classes, test_names = (names[: len(train)], names[len(train) :]) if names else ([], [])
-        by_class = bool(names) and set(test_names) <= set(classes) and not are_ids(list(set(names)))
+        if self.validation:
+            lines.append(f"Of the others, {len(parts['validation']):,} are held out likewise, to choose a model on.")
+        classes = set(names_of["train"])
+        by_class = bool(names) and set(names) <= classes and not are_ids(list(set(names)))
         if names:
             how = "" if is_given else "held out by picture, and "
             score = f"by class, {len(set(names))} in all" if by_class else "by retrieval"
             lines.append(f"The captions repeat as classes do: the test is {how}scored {score}.")
-            if missing := sorted(set(classes) - set(test_names)):
+            if missing := sorted(classes - set(names_of["test"])):
                 lines.append(f"{len(missing)} of the classes have no picture in the test: {join_names(missing)}.")
-        if by_class:
-            feature = datasets.ClassLabel(names=list(dict.fromkeys(names)))
-            train = train.remove_columns("caption").add_column("caption", classes)
-            test = test.remove_columns("caption").add_column("caption", test_names)
-            test = test.add_column("label", feature.str2int(test_names), feature=feature)
-        else:
-            test = one_row_an_image(test)
+        feature = datasets.ClassLabel(names=list(dict.fromkeys(names))) if by_class else None
+        for split, part in parts.items():
+            if feature is not None:
+                part = part.remove_columns("caption").add_column("caption", names_of[split])
+                if split != "train":
+                    part = part.add_column("label", feature.str2int(names_of[split]), feature=feature)
+            elif split != "train":
+                part = one_row_an_image(part)
+            parts[split] = part
+        train, test = parts["train"], parts["test"]
         if len(test) < 2:
             raise ValueError(
                 f"test_split: {self.test_split} of {data.source} has one image, but needs two to choose from"
             )
-        datasets.DatasetDict(train=train, test=test).save_to_disk(directory)
+        datasets.DatasetDict(parts).save_to_disk(directory)
         lines += [shown_differences(len(test)), *look_at(train, test, tokenizer)]
         write_text(directory / OVERVIEW, "\n".join(lines) + "\n")
         print("\n".join(f"{self.name}: {line}" for line in lines))
