@@ -55,7 +55,7 @@ $(APP)/installed: $(STAMP)
 	$(APP)/bin/pip install --quiet --constraint $(APP)/constraints.txt --editable ".[app]"
 	touch $@
 
-app: $(APP)/installed  ## a page for a model: make app MODEL=runs/symbols/sparse BASELINE=runs/symbols/dense EXAMPLES=my/images
+app: $(APP)/installed  ## a page for a model: make app MODEL=runs/symbols/sparse_kept BASELINE=runs/symbols/dense EXAMPLES=my/images
 	$(APP)/bin/clip-moe app "$(MODEL)" $(if $(BASELINE),--baseline "$(BASELINE)") $(if $(EXAMPLES),--examples "$(EXAMPLES)")
 
 # Two processes, each with whole files: tests of one file share runs of a recipe. Threads that wait do not spin: where

@@ -142,7 +142,9 @@ def require_expert(towers: Sequence[CLIPMoETowerConfig], expert: int | str) -> N
         number = tower.num_experts // upcycle.counted_as_one(tower)
         known = [*map(str, range(number)), *([BASE] if tower.fusion_gate else [])]
         if str(expert) not in known:
-            raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only {join_names(known)}")
+            parts = upcycle.counted_as_one(tower)
+            narrow = f", since {parts} narrow experts count as one" if parts > 1 else ""
+            raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only {join_names(known)}{narrow}")
 
 
 # Logits of fusion gates whose sigmoid is 1, only the base, and 0, only the experts

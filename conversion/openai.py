@@ -346,7 +346,7 @@ def export(model: PreTrainedModel, needed: Mapping[str, Any], rules: Sequence[Ru
     """The checkpoint of a model in another layout, in the model's dtype, if all that is `needed` holds: condition ->
     whether it does."""
     if unmet := [condition for condition, holds in needed.items() if not holds]:
-        raise ValueError(f"this layout cannot hold the model: {'; '.join(unmet)}")
+        raise ValueError(f"the released layout cannot hold this model: {'; '.join(unmet)}")
     exported = apply_rules(model.state_dict(), None, rules)
     return {key: tensor.contiguous() for key, tensor in exported.items()}
 

@@ -348,8 +348,8 @@ def verify(source: str | Path, folder: Path) -> None:
         tower_config.eval_capacity_factor = None
         if not tower_config.norm_topk_prob or tower_config.routed_scaling_factor != scale:
             print(
-                f"{tower}: routing weights do not sum to {scale:g}, so outputs differ from the dense model; with "
-                "weights that do:"
+                f"{tower}: routing weights do not sum to {scale:g}, so outputs differ from the dense model's. It is "
+                "compared with weights that do"
             )
             tower_config.norm_topk_prob, tower_config.routed_scaling_factor = True, scale
         inexact += [f"{tower}.{reason}" for reason in inexact_starts(tower_config)]

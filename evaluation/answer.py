@@ -185,7 +185,7 @@ def _verdict(models: Models) -> str:
         only = f"only {next(iter(best))} models keep" if best else "no model keeps"
         return f"No verdict on experts: {only} within {limit} of the base."
     gain = models.gain(best["sparse"], best["dense"])
-    size = f"{_points(gain)} against the dense model"
+    size = f"{_points(gain)}, {escape(best['sparse'])} against {escape(best['dense'])}"
     size += f", both within {limit} of what the base keeps" if "kept" in models.goals else ""
     if _low(gain) > 0:
         return f"Experts helped: {size}."

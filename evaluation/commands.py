@@ -48,13 +48,14 @@ def efficiency(
     The papers' tables: CLIP-UP's 2, CLIP-MoE's section 5.4, CLIP-FMoE's 5.
 
         clip-moe efficiency ViT-B/32 ViT-B/32:clip_up ViT-B/16 ViT-B/16:clip_up ViT-L/14 ViT-L/14:clip_up
+        clip-moe efficiency ViT-B/32 ViT-B/32:dense_price
         clip-moe efficiency ViT-L/14 ViT-L/14:clip_moe
         clip-moe efficiency ViT-L/14 ViT-L/14:5_experts ViT-L/14:clip_fmoe
 
     Args:
         models: folders or hub names, or architectures at a paper's size: ViT-B/32, ViT-B/16, ViT-L/14, SigLIP2-B/16,
-            SigLIP2-L/16, SigLIP2-So400m/14 or MetaCLIP2-H/14, alone or with :clip_up, :clip_moe, :clip_fmoe, or
-            :5_experts, which is CLIP-FMoE's baseline
+            SigLIP2-L/16, SigLIP2-So400m/14 or MetaCLIP2-H/14, alone or with a preset, such as :dense_price,
+            or :5_experts, which is CLIP-FMoE's baseline
         baseline: the model of the ratios (default: the first)
         output_dir: gets efficiency.md and efficiency.json
         batch_size: images or texts at a time

@@ -253,13 +253,14 @@ def dense_price_worlds() -> Iterator[str]:
     counted = [costs("names", 12, *kind)[0] for kind in ((0, 2, 1), *SPARSE.values())]
     logos, names = ("icons", 2048, 16, 640), ("names", 1024, 24, 240)
     wide = {f"dense, {width} wide": of_case("names", 1024, width, 240, budget_width=24) for width in (16, 20)}
+    wide_logos = {f"dense, {width} wide": of_case("icons", 2048, width, 640, budget_width=16) for width in (20, 24)}
     long = {model: recall_of_seeds(LONG, model) for model in ("dense, 30 wide", "CLIP-UP, 16 wide, 8 experts")}
     worlds = {
         "1,024 names, 12 wide": {
             name: (recalls, use) for (name, recalls), use in zip(first.items(), counted, strict=True)
         },
         "1,024 names, 24 wide": {"dense": of_case(*names), **wide, **sparse_of_case(*names)},
-        "2,048 logos, 16 wide": {"dense": of_case(*logos), **sparse_of_case(*logos)},
+        "2,048 logos, 16 wide": {"dense": of_case(*logos), **wide_logos, **sparse_of_case(*logos)},
         "4,096 names, 16 wide": {
             "dense": (recall_of_seeds(LONG, "dense, 16 wide"), use_of_long("initialized")),
             "dense, 30 wide": (long["dense, 30 wide"], use_of_long("initialized_30")),
