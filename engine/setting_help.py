@@ -151,7 +151,8 @@ def _help_lines(setting: Setting, prefix: str = "", shown: dict[type, str] | Non
     within, is_several = settings_within(hint), is_list(hint)
     default = "" if setting.default in (None, "null") else f", default {setting.default}"
     other = (shown or {}).get(within)
-    meaning = f"{setting.meaning} Its settings are those of --{other}." if other else setting.meaning
+    meaning = re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", setting.meaning)  # a terminal has no links
+    meaning = f"{meaning} Its settings are those of --{other}." if other else meaning
     lines = [in_lines(setting.type() + ("" if within else default), 10, f"  --{name}  "), in_lines(meaning, 6)]
     if other or within is None or is_several or prefix:
         return lines

@@ -85,8 +85,10 @@ def finetune(
 ) -> str | None:
     """Fine-tune a dense CLIP on captioned pictures, in ways that forget less and with experts, and say which is best.
 
-    It runs training/recipes/finetune.yaml. OUTPUT/report/report.md begins with the answer: what was learned and kept,
-    whether experts helped, and which folder to use. Any other --KEY VALUE overrides a key of the recipe, as in
+    It runs training/recipes/finetune.yaml: all weights (OUTPUT/dense), their mean with those before (dense_half_way),
+    and embeddings held to those before, dense and with 32 narrow experts (dense_kept, sparse_kept).
+    OUTPUT/report/report.md begins with the answer: what was learned and kept, whether experts helped, and which folder
+    to use. Any other --KEY VALUE overrides a key of the recipe, as in
     `clip-moe run`.
 
         clip-moe finetune symbols runs/symbols --model training/symbol_clip --pictures.data.num_samples 400
