@@ -295,11 +295,12 @@ def _same_name(name: str, known: Iterable[str]) -> str:
 
 def _override(raw: dict, key: str, value: Any) -> None:
     head, *rest = key.split(".")
-    target = next((stage for stage in raw["stages"] if stage["name"] == head), None)
-    if target is None and head in RECIPE_KEYS:
+    stages = [stage for stage in raw["stages"] if isinstance(stage, dict)]  # a list of them may have been given
+    target = next((stage for stage in stages if stage.get("name") == head), None)
+    if target is None and head in RECIPE_KEYS and (key != "stages" or isinstance(value, list)):
         target, rest = raw, [head, *rest]
     if target is None or not rest:
-        names = [stage["name"] for stage in raw["stages"]]
+        names = [stage.get("name") for stage in stages]
         raise ValueError(
             f"--{key}: {head!r} is not an option (see --help), a key or an input of the recipe, or one of its stages "
             f"{names}, whose settings are written --STAGE.KEY"

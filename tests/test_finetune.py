@@ -306,6 +306,17 @@ def test_pictures_to_choose_on_are_in_neither_split(tmp_path, dense):
         split(tmp_path / "other", few, dense, validation=0.1)
 
 
+def test_training_ends_with_the_best_weights_on_pictures_that_an_earlier_stage_holds_out(tmp_path, dense, capsys):
+    """Which are not there when the recipe is read."""
+    data = pictures(tmp_path / "data", NUMBERS[:60])
+    held_out = {"task": "retrieval", "dataset": str(tmp_path / "run" / "out" / "pictures"), "split": "validation"}
+    stages = [{"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(dense)}]
+    tuned = {"name": "tuned", "stage": "train", "model": str(dense), "data": {"source": "pictures"}, "max_steps": 2}
+    tuned |= {"evaluation": {"every_steps": 1, "load_best_model_at_end": True, "tasks": [held_out]}}
+    run_stages(tmp_path / "run", [*stages, tuned | {"global_batch_size": 8, "learning_rate": 1e-3}])
+    assert re.search(r"tuned: ends with the weights after step [12], of the best mean score, ", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("number", "sentence"),
     [

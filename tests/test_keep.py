@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tiny_runs import DENSE, STEP, run_stages, same_weights, train
 
 from clip_moe.engine.files import read_log
@@ -112,6 +113,15 @@ def test_a_teacher_holds_the_embeddings(out):
 def test_a_stored_teacher_is_the_one_that_runs(out):
     assert losses(out / "stored") == pytest.approx(losses(out / "kept"), abs=1e-6)
     assert losses(out / "stored", "loss") == pytest.approx(losses(out / "kept", "loss"), rel=1e-4)
+
+
+def test_in_mixed_precision_the_loss_is_that_of_single_precision(tmp_path):
+    keep = {"keep": "dense", "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2}
+    single = losses(train(tmp_path / "single", **keep))
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision for all its life
+    mixed = losses(train(tmp_path / "mixed", overrides={"mixed_precision": "bf16"}, **keep))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert mixed == pytest.approx(single, rel=0.1) and mixed != single and min(single) > 0.01
 
 
 def test_resumed_is_the_same_to_the_bit(tmp_path):

@@ -61,6 +61,21 @@ def test_a_finished_stage_does_not_mind_what_was_measured(measured, capfd):
     assert "tuned: done before, skipped" in capfd.readouterr().out
 
 
+def test_the_best_weights_are_those_of_their_step(whole, tmp_path):
+    """At a rate that destroys the model, the first are the best; also where training was killed after them."""
+    measured = {"every_steps": 2, "tasks": ["kinds"], "load_best_model_at_end": True}
+    settings = {"evaluation": measured, "learning_rate": 0.3, "warmup_steps": 0}
+    best = train(tmp_path / "best", **settings)
+    accuracy = {step: record["kinds/accuracy"] for step, record in scores(best).items()}
+    first = max(accuracy, key=accuracy.get)  # of equal ones, the first
+    assert first != 6 and not (best / "checkpoints").exists()
+    (found,) = evaluate_model(best, {"kinds": TASKS["kinds"]}, tmp_path / "scores")
+    assert found["metrics"]["accuracy"] == accuracy[first]
+    stopped = train(tmp_path / "stopped", stop=first, **settings | {"save_steps": first})
+    assert (stopped / "checkpoints" / f"best-{first:08}").is_dir()
+    assert same_weights(train(tmp_path / "stopped", only=["tuned"], **settings | {"save_steps": first}), best)
+
+
 def train_with_small_tasks(recipe):
     tasks.TASKS |= TASKS
     train_recipe("--config", recipe)

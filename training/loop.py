@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, ProcessorMixin, get_cosine_schedule_with_warmup
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from clip_moe.conversion.checkpoints import load_clip
 from clip_moe.engine.files import new_file, read_log, save
 from clip_moe.engine.messages import join_names, one_line
 from clip_moe.engine.program import in_words, peak_memory
@@ -44,6 +46,8 @@ from modeling_clip_moe.sparse_moe import SparseEncoderLayer
 from modeling_clip_moe.torch_internals import set_recompile_limit
 
 logger = logging.getLogger(__name__)
+# Folder of the best model that was measured, before the number of its step; and the file of its score
+BEST, SCORE = "best-", "score.json"
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -135,7 +139,7 @@ def train(
             bar.set_postfix_str(_summary(values, speed), refresh=False)
         bar.update()
         with log.paused():
-            if is_measured and (measured := scores.measure(_gather_weights(accelerator, task))):
+            if is_measured and (measured := scores.measure(_gather_weights(accelerator, task), step)):
                 log.write(step, measured)
             if is_saved:
                 save_checkpoint(accelerator, task, optimizer, checkpoints, step, settings.save_total_limit)
@@ -147,6 +151,11 @@ def train(
     bar.close()
     call_trackers(accelerator, lambda tracker: tracker.finish())
     state_dict = _gather_weights(accelerator, task)
+    if state_dict and scores is not None and scores.settings.load_best_model_at_end:
+        score, folder = scores.best()
+        state_dict = load_clip(str(folder), dtype=torch.float32).state_dict()
+        after = f"after step {int(folder.name.removeprefix(BEST)):,}"
+        print(f"{settings.name}: ends with the weights {after}, of the best mean score, {score:.1%}")
     buffers = dict(model.named_buffers())
     trained = {name: tensor for name, tensor in state_dict.items() if name not in buffers}
     require_finite_weights(trained, f"stage {settings.name}, step {step}", checkpoints)
@@ -362,9 +371,9 @@ class Scores:
         self.settings, self.model, self.processor, self.accelerator = settings, model, processor, accelerator
         self.folder, self.tasks = folder / "measured.partial", settings.open_tasks()
 
-    def measure(self, state_dict: dict[str, torch.Tensor]) -> dict[str, float]:
+    def measure(self, state_dict: dict[str, torch.Tensor], step: int) -> dict[str, float]:
         """`TASK/METRIC` -> score of the model with these weights. All processes take part; those but the main one get
-        nothing. What is random goes on as if nothing had happened.
+        nothing. What is random goes on as if nothing had happened. The best model is kept, if it is wanted.
         """
         scores = {}
         if self.accelerator.is_main_process:
@@ -379,6 +388,24 @@ class Scores:
                 )
             for name, result in zip(self.tasks, measured, strict=True):
                 scores |= {f"{name}/{metric}": score for metric, score in result["metrics"].items()}
-            shutil.rmtree(self.folder)
+            if self.settings.load_best_model_at_end:
+                self._keep_if_best(mean(mean(r["metrics"][name] for name in r["primary"]) for r in measured), step)
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         return scores
+
+    def _keep_if_best(self, score: float, step: int) -> None:
+        """Keeps the measured model instead of the best so far. A kill leaves one of the two, or both."""
+        known = self.best()
+        if known is None or score > known[0]:
+            (self.folder / SCORE).write_text(json.dumps(score), encoding="utf-8")
+            kept = self.folder.with_name(f"{BEST}{step:08}")
+            shutil.rmtree(kept, ignore_errors=True)
+            self.folder.rename(kept)
+            if known is not None and known[1] != kept:
+                shutil.rmtree(known[1])
+
+    def best(self) -> tuple[float, Path] | None:
+        """The highest mean score, and the folder of its model."""
+        folders = self.folder.parent.glob(f"{BEST}*")
+        return max(((json.loads((folder / SCORE).read_text()), folder) for folder in folders), default=None)

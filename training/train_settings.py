@@ -71,10 +71,13 @@ class LoraSettings:
 
 @dataclass(config=STRICT, kw_only=True)
 class Evaluation(MeasuredTasks):
-    """Tasks that are measured while a stage trains, by the main process while the others wait. The weights do not
-    depend on it."""
+    """Tasks that are measured while a stage trains, by the main process while the others wait. The weights depend on it
+    with `load_best_model_at_end` alone."""
 
     # Evaluate every `every_steps` steps, and after the last one.
     every_steps: int = Field(gt=0)
     # Batch size for images and texts.
     batch_size: int = Field(default=64, gt=0)
+    # End with the weights of the highest mean of the tasks' main scores, instead of the last ones. The tasks should be
+    # on pictures of neither training nor a test, such as the split `validation` of a [split](#split) stage.
+    load_best_model_at_end: bool = False

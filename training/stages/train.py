@@ -49,7 +49,6 @@ class TrainStage(StepsStage):
 
     kind: ClassVar[str] = "train"
     samples: ClassVar[str] = "pairs"
-    incidental: ClassVar[Collection[str]] = (*StepsStage.incidental, "evaluation")
 
     # Kinds of weights, or a regular expression, searched for in parameter names; all others are frozen to the bit.
     trainable: Trainable = "."
@@ -94,6 +93,12 @@ class TrainStage(StepsStage):
 
     # Evaluation during training; None: none.
     evaluation: Evaluation | None = None
+
+    @property
+    def incidental(self) -> Collection[str]:
+        """What is measured, unless it chooses the weights."""
+        chooses = self.evaluation is not None and self.evaluation.load_best_model_at_end
+        return StepsStage.incidental if chooses else (*StepsStage.incidental, "evaluation")
 
     @model_validator(mode="after")
     def _check(self):
