@@ -265,7 +265,7 @@ def dense_price_worlds() -> Iterator[str]:
             "dense": (recall_of_seeds(LONG, "dense, 16 wide"), use_of_long("initialized")),
             "dense, 30 wide": (long["dense, 30 wide"], use_of_long("initialized_30")),
             "CLIP-UP": (long["CLIP-UP, 16 wide, 8 experts"], use_of_long("initialized", *SPARSE["CLIP-UP"])),
-            "4 of 32 quarters": of_names(1024, 16, SPARSE["4 of 32 quarters"]),
+            **{name: of_names(1024, 16, SPARSE[name]) for name in ("2 of 16 halves", "4 of 32 quarters")},
         },
     }
     for world, models in worlds.items():
