@@ -28,7 +28,7 @@ AT_THE_PAPERS_SIZE = sorted(
     path
     for folder in ("training", "lab")
     for path in (ROOT / folder / "recipes").glob("*.yaml")
-    if not re.search("symbol|icons|names|worlds|demo|llava|own_|finetune|relu", path.stem)
+    if not re.search("symbol|icons|names|worlds|demo|llava|photographs|own_|finetune|relu", path.stem)
 )
 # Groups whose tables have other columns than those of the kind of task -> the titles of the columns
 RECALLS = [f"R@{k} {way}" for k in (1, 5, 10) for way in ("image→text", "text→image")]

@@ -83,7 +83,7 @@ def test_what_is_no_checkpoint(state, without, message):
 def test_what_the_layout_cannot_express(state):
     model = build(state)
     model.config.vision_config.norm_topk_prob, model.config.text_config.eos_token_id = False, VOCABULARY - 2
-    with pytest.raises(ValueError, match="the model: texts must be pooled at the highest .*; norm_topk_prob must be"):
+    with pytest.raises(ValueError, match="this model: texts must be pooled at the highest .*; norm_topk_prob must be"):
         export(model)
     with pytest.raises(ValueError, match="heads must be 64 wide.*fusion_gate must be False"):
         export(upcycle(tiny_clip(), PRESETS["clip_fmoe"]))

@@ -129,10 +129,9 @@ class EvaluateStage(MeasuredTasks, Stage):
             ceilings = best.setdefault(result["title"], dict(model_ceilings))
             # Each model has its tokenizer
             ceilings |= {way: max(share, ceilings[way]) for way, share in model_ceilings.items()}
-        sentences = chance_sentences(results)
-        sentences += (
+        sentences = [
             f"The captions of {escape(title)} allow no model more than R@1 {recalls(ceilings)}."
             for title, ceilings in best.items()
             if min(ceilings.values(), default=1) < 1
-        )
-        return "\n\n".join(sentences), {}
+        ]
+        return "\n\n".join(sentences + chance_sentences(results)), {}

@@ -222,13 +222,14 @@ def sparse_of_case(*case) -> dict[str, Used]:
     return {name: of_case(*case, **dict(zip(names, kind, strict=True))) for name, kind in SPARSE.items()}
 
 
-def points_of_names(batch_size: int, width: int, kind: tuple[int, int, int]) -> list[Point]:
-    """Runs of names_clock.yaml, seed by seed."""
+def points_of_names(batch_size: int, width: int, kind: tuple[int, int, int], factor: float = 1) -> list[Point]:
+    """Runs of names_clock.yaml, seed by seed, at a multiple of the rate 0.256 / width."""
     return [
         point
         for point in read_points(NARROW)
         if (point.facts, point.batch_size, point.width) == (4096, batch_size, width)
         and (point.experts, point.experts_per_token, point.parts) == kind
+        and round(point.rate * width / 0.256, 1) == round(factor, 1)
     ]
 
 
@@ -289,6 +290,15 @@ def by_the_clock() -> Iterator[str]:
         if fresh[name]:
             cells = [score(fresh[name]), len(fresh[name]), "" if name == best else gain(fresh[name], fresh[best])]
         yield row(name, f"{use / best_use:.2f}", f"{recalls[0]:.1f}", *cells)
+
+
+def other_rates() -> Iterator[str]:
+    """Run 0 of the best models by the clock, and of a wider one."""
+    dense = {f"dense, {width} wide": (width, (0, 0, 1)) for width in (36, 44, 52)}
+    sparse = {f"{name}, 36 wide": (36, SPARSE[name]) for name in ("CLIP-UP", "2 of 16 halves")}
+    for title, (width, kind) in {**dense, **sparse}.items():
+        runs = (points_of_names(512, width, kind, factor) for factor in (2 / 3, 1, 3 / 2))
+        yield row(title, *("" if not run else f"{100 * run[0].recall:.1f}" for run in runs))
 
 
 def prices(task: str, models: Mapping[str, Price]) -> Iterator[str]:
@@ -364,6 +374,7 @@ FINDINGS = {
     (RESULTS, "| world | experts |"): dense_price_worlds,
     (RESULTS, "| model, equal seconds |"): by_the_clock,
     (LAB, "| experts, 12 wide |"): dense_price,
+    (LAB, "| model, run 0 |"): other_rates,
 }
 
 
