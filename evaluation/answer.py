@@ -73,11 +73,14 @@ def answer(
     if "kept" not in goals:
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
     number = sum(table[BASE][task]["num_samples"] for task in learned)
-    how = f"on {table[BASE][chosen]['num_samples']:,} others" if chosen else "on these pictures, which flatters it"
+    how = "The model to use was chosen on these pictures, which flatters it."
+    if chosen:
+        others = table[BASE][chosen]["num_samples"]
+        how = f"Of the models that keep enough, the one to use learned most of {others:,} other pictures."
     lines += [
         _measures(table[BASE], goals),
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {number:,} for what was learned. "
-        f"Another seed of training may change more. The model to use was chosen {how}.",
+        f"Another seed of training may change more. {how}",
     ]
     return Answer(" ".join([*outcomes, _verdict(models)]), advice, "\n\n".join(lines), use, models.gains)
 

@@ -145,23 +145,21 @@ def _fault(
 
 
 def chance_sentences(results: Results) -> list[str]:
-    """A sentence for each task and model that is not shown to score above chance."""
-    sentences = []
+    """A sentence for each task in which models are not shown to score above chance."""
+    models_of: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        scores = {metric: share for metric, share in result.get("chance", {}).items() if metric in result["primary"]}
-        reaches = {metric: score_reach(result, metric) for metric in scores}
-        if scores and all(
-            reach is not None and result["metrics"][metric] - reach[0] <= scores[metric]
+        chances = {metric: share for metric, share in result.get("chance", {}).items() if metric in result["primary"]}
+        reaches = {metric: score_reach(result, metric) for metric in chances}
+        if chances and all(
+            reach is not None and result["metrics"][metric] - reach[0] <= chances[metric]
             for metric, reach in reaches.items()
         ):
-            parts = (
-                f"{result['primary'][metric]} {result['metrics'][metric]:.1%}, chance {share:.1%}"
-                for metric, share in scores.items()
-            )
-            sentences.append(
-                f"*{escape(result['model'])}* is not above chance in {escape(result['title'])}: {'; '.join(parts)}."
-            )
-    return sentences
+            chance = ", ".join(f"{result['primary'][metric]} {share:.1%}" for metric, share in chances.items())
+            models_of.setdefault((result["title"], chance), []).append(f"*{escape(result['model'])}*")
+    return [
+        f"Not above chance in {escape(title)} ({chance}): {', '.join(models)}."
+        for (title, chance), models in models_of.items()
+    ]
 
 
 def first_results(table: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
