@@ -22,6 +22,7 @@ def hold_out(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     copies: Copies,
+    names: Sequence[str] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of rows to train on and of rows to test on, which have no caption and no image in common, also not under
     other bytes. Where captions repeat as classes do, they have the classes in common, and no image. A ValueError where
@@ -32,11 +33,12 @@ def hold_out(
         share: at least this share of the rows is for the test.
         tokenizer: captions that it reads alike are one.
         copies: those among the images.
+        names: the class of each row, where captions repeat as classes do; see `class_names`.
     """
     image_keys = [[f"pixels {pixels}"] for pixels in copies.pixels]
     for first, second in copies.near.tolist():
         image_keys[second].append(image_keys[first][0])
-    names, rng = class_names(rows["caption"], tokenizer), np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     if names is None:
         caption_keys = _caption_keys(rows["caption"], tokenizer)
         parts = _components([images + captions for images, captions in zip(image_keys, caption_keys, strict=True)])

@@ -55,8 +55,8 @@ def answer(
     Args:
         results: of `clip_moe.evaluation.evaluate.evaluate_model`, for `BASE` and other models.
         learned: tasks on what was to be learned, with intervals.
-        chosen: the task on what was to be learned that the model is chosen by; None: `learned`. All others are on what
-            was to be kept.
+        chosen: the task on what was to be learned that the model is chosen by; None: `learned`. Tasks that are neither
+            are on what was to be kept.
         folders: model -> its folder.
         sparse: models with experts.
         trainings: model -> name of a stage -> the training that the model is from.
@@ -74,13 +74,15 @@ def answer(
         lines.append("*Kept* was not measured: name benchmarks by `--keep_tasks`.")
     number = sum(table[BASE][task]["num_samples"] for task in learned)
     how = "The model to use was chosen on these pictures, which flatters it."
-    if chosen:
+    if use == BASE:
+        how = ""
+    elif chosen:
         others = table[BASE][chosen]["num_samples"]
         how = f"Of the models that keep enough, the one to use learned most of {others:,} other pictures."
     lines += [
         _measures(table[BASE], goals),
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {number:,} for what was learned. "
-        f"Another seed of training may change more. {how}",
+        f"Another seed of training may change more. {how}".rstrip(),
     ]
     return Answer(" ".join([*outcomes, _verdict(models)]), advice, "\n\n".join(lines), use, models.gains)
 
@@ -170,8 +172,10 @@ def _advice(models: Models, folders: Mapping[str, str]) -> tuple[str, str]:
         change = change or "raise the epochs, the learning rate or the number of test pictures"
         return f"Whether the {escape(use)} model learned anything is inconclusive: use {base}, or {change}.", BASE
     advice = f"Use {code(folders[use])}, the {escape(use)} model."
-    close = [escape(model) for model in models.within if model != use and _low(models.gain(use, model)) <= 0]
-    if close:
+    over = {escape(model): models.gain(use, model) for model in models.within if model != use}
+    if better := [model for model, gain in over.items() if _high(gain) < 0]:
+        advice += f" On the test, {' and '.join(better)} learned more."
+    if close := [model for model, gain in over.items() if _low(gain) <= 0 <= _high(gain)]:
         advice += f" That it learned more than {' and '.join(close)} is inconclusive."
     if round(100 * _low(_kept(gains)), 6) < -limit:
         advice += f" That it keeps within {_limit(limit)} is inconclusive: {_points(gains['kept'])}."

@@ -83,7 +83,8 @@ def measure_zero_shot(task: Task, model: Embeds, rows: Dataset) -> Measured:
     for group in dict.fromkeys(group_of_class[labels].tolist()):
         members = np.flatnonzero(group_of_class == group)
         chosen = np.isin(labels, members)
-        chances.append(1 / len(members))
+        most = np.bincount(labels[chosen]).max() / chosen.sum()  # a model may name the largest class of all
+        chances.append(max(1 / len(members), most))
         weights.append(model.weights([[task.classes[member] for member in members]], task.templates)[0])
         chosen_weights = None if image_weights is None else image_weights[chosen]
         metrics[group] = zero_shot_metrics(

@@ -157,7 +157,7 @@ def chance_sentences(results: Results) -> list[str]:
             chance = ", ".join(f"{result['primary'][metric]} {share:.1%}" for metric, share in chances.items())
             models_of.setdefault((result["title"], chance), []).append(f"*{escape(result['model'])}*")
     return [
-        f"Not above chance in {escape(title)} ({chance}): {', '.join(models)}."
+        f"Not shown to be above chance in {escape(title)} ({chance}): {', '.join(models)}."
         for (title, chance), models in models_of.items()
     ]
 

@@ -87,7 +87,7 @@ def test_a_folder_without_a_test(tmp_path, dense, capsys):
     assert "pictures: Of the others, 6 are held out likewise, to choose a model on." in told
     assert "pictures: Training has 48 pairs with " in told
     assert (
-        "Not above chance in attribute pairs, first 1000 rows (group score 16.7%): *base*."
+        "Not shown to be above chance in attribute pairs, first 1000 rows (group score 16.7%): *base*."
         in told[: told.index("dense: begins")]
     )
     assert not (output / "before" / "chosen--base.json").exists()
@@ -302,19 +302,32 @@ def test_pictures_to_choose_on_are_in_neither_split(tmp_path, dense):
     few = pictures(tmp_path / "few", NUMBERS[:6], "train")
     pictures(few, NUMBERS[6:8], "test")
     (tmp_path / "other").mkdir()
-    with pytest.raises(ValueError, match="or hold out no pairs to choose a model on: --pictures.validation 0"):
+    with pytest.raises(ValueError, match="or choose the model on the test: --pictures.validation 0"):
         split(tmp_path / "other", few, dense, validation=0.1)
 
 
-def test_training_ends_with_the_best_weights_on_pictures_that_an_earlier_stage_holds_out(tmp_path, dense, capsys):
-    """Which are not there when the recipe is read."""
-    data = pictures(tmp_path / "data", NUMBERS[:60])
-    held_out = {"task": "retrieval", "dataset": str(tmp_path / "run" / "out" / "pictures"), "split": "validation"}
-    stages = [{"name": "pictures", "stage": "split", "data": {"source": str(data)}, "model": str(dense)}]
-    tuned = {"name": "tuned", "stage": "train", "model": str(dense), "data": {"source": "pictures"}, "max_steps": 2}
+@pytest.mark.parametrize("number", [5, 6])
+def test_classes_stay_classes_when_few_pictures_are_left(tmp_path, dense, capsys, number):
+    """Of five pictures of a class, four are left after the test, which would be no class."""
+    data = pictures(tmp_path / "data", [f"class {row // number}" for row in range(12 * number)])
+    parts = datasets.load_from_disk(split(tmp_path, data, dense, validation=0.1))
+    assert all("label" in parts[name].column_names for name in ("test", "validation"))
+    assert len(set(parts["train"]["caption"])) == 12 and "scored by class, 12 in all" in capsys.readouterr().out
+
+
+def test_training_ends_with_the_best_weights_on_pictures_to_choose_on(tmp_path, dense, capsys):
+    """And minds that they are others."""
+    rows = split(tmp_path, pictures(tmp_path / "data", NUMBERS[:60]), dense, validation=0.1)
+    held_out = {"task": "retrieval", "dataset": str(rows), "split": "validation"}
+    tuned = {"name": "tuned", "stage": "train", "model": str(dense), "data": {"source": str(rows)}, "max_steps": 2}
     tuned |= {"evaluation": {"every_steps": 1, "load_best_model_at_end": True, "tasks": [held_out]}}
-    run_stages(tmp_path / "run", [*stages, tuned | {"global_batch_size": 8, "learning_rate": 1e-3}])
+    tuned |= {"global_batch_size": 8, "learning_rate": 1e-3}
+    run_stages(tmp_path / "tuned", [tuned])
     assert re.search(r"tuned: ends with the weights after step [12], of the best mean score, ", capsys.readouterr().out)
+    changed = datasets.load_from_disk(str(rows))["validation"][0]["caption"].removeprefix("number ")
+    picture(5).resize((40, 40)).save(tmp_path / "data" / f"{changed}.png")
+    with pytest.raises(ValueError, match="tuned was made|Delete"):
+        run_stages(tmp_path / "tuned", [tuned])
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,12 @@ def rows(captions, images=None):
 
 
 def held_out(rows, share, seed, tokenizer):
-    return tuple(map(rows.select, hold_out(rows, share, seed, tokenizer, find_copies(rows))))
+    return tuple(
+        map(
+            rows.select,
+            hold_out(rows, share, seed, tokenizer, find_copies(rows), class_names(rows["caption"], tokenizer)),
+        )
+    )
 
 
 def test_no_caption_and_no_image_is_on_both_sides():

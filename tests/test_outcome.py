@@ -235,6 +235,8 @@ def test_the_report_of_a_fine_tuning(tmp_path, out):
         "8",
         "--pictures.held_out",
         "0.5",
+        "--pictures.validation",
+        "0",
         "--sparse_kept.num_epochs",
         "5",
         "--dense_kept.num_epochs",

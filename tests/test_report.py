@@ -52,7 +52,7 @@ def test_what_is_not_above_chance_is_named():
     """50 of 1,000 right are above chance of 1 in 50 by more than the interval, 25 are not."""
     known, unknown = (result("m", value=share, chance={"recall": 0.02, "other": 1}) for share in (0.05, 0.025))
     assert chance_sentences([known, result("m", value=0.0)]) == []
-    sentence = "Not above chance in retrieval (R@1 2.0%): *m*, *n*."
+    sentence = "Not shown to be above chance in retrieval (R@1 2.0%): *m*, *n*."
     assert chance_sentences([known, unknown, unknown | {"model": "n"}]) == [sentence]
 
 

@@ -151,7 +151,7 @@ def train(
     bar.close()
     call_trackers(accelerator, lambda tracker: tracker.finish())
     state_dict = _gather_weights(accelerator, task)
-    if state_dict and scores is not None and scores.settings.load_best_model_at_end:
+    if accelerator.is_main_process and scores is not None and scores.settings.load_best_model_at_end:
         score, folder = scores.best()
         state_dict = load_clip(str(folder), dtype=torch.float32).state_dict()
         after = f"after step {int(folder.name.removeprefix(BEST)):,}"
@@ -407,5 +407,5 @@ class Scores:
 
     def best(self) -> tuple[float, Path] | None:
         """The highest mean score, and the folder of its model."""
-        folders = self.folder.parent.glob(f"{BEST}*")
-        return max(((json.loads((folder / SCORE).read_text()), folder) for folder in folders), default=None)
+        files = self.folder.parent.glob(f"{BEST}*/{SCORE}")  # a kill may leave a folder without it
+        return max(((json.loads(file.read_text(encoding="utf-8")), file.parent) for file in files), default=None)

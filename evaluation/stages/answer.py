@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LEARNED = "learned"
 # The same on other pictures, on which the model to use is chosen
 CHOSEN = "chosen"
-SPLITS = {LEARNED: "test", CHOSEN: "validation"}
+OWN = {LEARNED: ("test", "own pictures"), CHOSEN: ("validation", "own pictures to choose on")}
 # What models learned over what they kept
 FRONTIER = "frontier.png"
 
@@ -79,17 +79,17 @@ class AnswerStage(EvaluateStage):
         """The tasks on held-out pictures: retrieval, or of classes, as they were in training."""
         from datasets import load_from_disk
 
-        parts, titles = load_from_disk(inputs.split), {LEARNED: "own pictures", CHOSEN: "own pictures to choose on"}
+        parts = load_from_disk(inputs.split)
         by_class = dict(task="zero_shot", templates=["{}"])
         return [
             OwnTask(
                 **(by_class if "label" in parts[split].column_names else {"task": "retrieval"}),
                 dataset=inputs.split,
                 name=name,
-                title=titles[name],
+                title=title,
                 split=split,
             )
-            for name, split in SPLITS.items()
+            for name, (split, title) in OWN.items()
             if split in parts and (name == LEARNED or len(self.models) > 1)
         ]
 
@@ -116,7 +116,7 @@ class AnswerStage(EvaluateStage):
             row for row, model in inputs.models.items() if is_mixture(model) or sparse_towers(load_clip_config(model))
         ]
         limit = self.keep_at_least
-        chosen = CHOSEN if any(result["task"] == CHOSEN for result in results) else None
+        chosen = CHOSEN if CHOSEN in [task.name for task in self._own(inputs)] else None
         answered = answer(results, [LEARNED], inputs.models, sparse, trainings_of_rows, limit, chosen)
         write_text(directory / ANSWER, json.dumps({"verdict": answered.verdict, "use": answered.use}))
         task = self.tasks_of(inputs)[LEARNED]

@@ -94,10 +94,8 @@ class EvaluateStage(MeasuredTasks, Stage):
             return
         losses = [f"- `{folder.name}`: {training}" for folder, training in self.trainings(results, inputs).items()]
         head, pictures = self.head(results, inputs, directory, accelerator.device)
-        head = "\n\n".join(filter(None, [head, "\n".join(losses)]))
+        head = "\n\n".join(filter(None, [head, *chance_sentences(results), "\n".join(losses)]))
         print(write_report(results, directory, self.baseline, head, self.title, pictures))
-        for sentence in chance_sentences(results):
-            print(f"{self.name}: {sentence}")
 
     def tasks_of(self, inputs: SimpleNamespace) -> "dict[str, Task]":
         """Name in results -> task."""
@@ -121,7 +119,6 @@ class EvaluateStage(MeasuredTasks, Stage):
             directory: where embeddings are kept.
         """
         from clip_moe.data.overview import recalls
-        from clip_moe.evaluation.report import chance_sentences
 
         best: dict[str, dict[str, float]] = {}
         for result in results:
@@ -134,4 +131,4 @@ class EvaluateStage(MeasuredTasks, Stage):
             for title, ceilings in best.items()
             if min(ceilings.values(), default=1) < 1
         ]
-        return "\n\n".join(sentences + chance_sentences(results)), {}
+        return "\n\n".join(sentences), {}

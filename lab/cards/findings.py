@@ -384,6 +384,8 @@ def written(path: Path) -> str:
     for (page, header), rows in FINDINGS.items():
         if page == path:
             before, found, table = text.partition(f"\n{header}")
+            if not found:
+                raise ValueError(f"{path} has no table {header}")
             head, _, rest = table.partition("|\n|---")
             ruler, _, rest = rest.partition("\n")
             _, end, after = rest.partition("\n\n")

@@ -79,43 +79,43 @@ class SplitStage(PairsStage):
         data, tokenizer = inputs.data, load_processor(inputs.model).tokenizer
         # Unreadable pairs are judged here, over all of them, not by what trains and measures. `find_copies` decodes
         # again: no other stage needs what it computes, while all of them share the first look
-        train = pairs_with_images(data, decode=True)
-        is_given = has_split(data, self.test_split)
-        if is_given:
-            test = pairs_with_images(dataclasses.replace(data, split=self.test_split, skip=None), decode=True)
-            images = [part.select_columns("image") for part in (train, test)]
-            copies = find_copies(datasets.concatenate_datasets(images))
-            of_training = np.arange(len(train))
-        else:
-            copies = find_copies(train)
-            of_training, of_test = hold_out(train, self.held_out, context.seed, tokenizer, copies)
-            train, test = train.select(of_training), train.select(of_test)
-        parts = {"train": train, "test": test}
+        pairs = pairs_with_images(data, decode=True)
+        rows, given = {"train": np.arange(len(pairs))}, None
+        if is_given := has_split(data, self.test_split):
+            given = pairs_with_images(dataclasses.replace(data, split=self.test_split, skip=None), decode=True)
+            rows["test"] = np.arange(len(pairs), len(pairs) + len(given))
+        sources = [pairs, given] if is_given else [pairs]
+        copies = find_copies(datasets.concatenate_datasets([part.select_columns("image") for part in sources]))
+        # Once, over all: what is left after a test is held out may look otherwise
+        names = class_names([caption for part in sources for caption in part["caption"]], tokenizer)
+
+        def hold_out_of_training(split: str, share: float, seed: int) -> None:
+            own_names = names and [names[row] for row in rows["train"]]
+            left, held = hold_out(
+                pairs.select(rows["train"]), share, seed, tokenizer, copies.among(rows["train"]), own_names
+            )
+            rows["train"], rows[split] = rows["train"][left], rows["train"][held]
+
+        if not is_given:
+            hold_out_of_training("test", self.held_out, context.seed)
         if self.validation:
-            among = copies.among(of_training)
             try:
-                of_training, of_validation = hold_out(train, self.validation, context.seed + 1, tokenizer, among)
+                hold_out_of_training("validation", self.validation, context.seed + 1)
             except ValueError as error:
-                message = f"{error}, or hold out no pairs to choose a model on: --{self.name}.validation 0"
-                raise ValueError(message) from None
-            parts |= {"train": train.select(of_training), "validation": train.select(of_validation)}
-        captions = [caption for part in parts.values() for caption in part["caption"]]
-        names = class_names(captions, tokenizer) or []
-        starts = dict(zip(parts, np.cumsum([0, *map(len, parts.values())]).tolist(), strict=False))
-        names_of = {split: names[starts[split] : starts[split] + len(part)] for split, part in parts.items()}
+                raise ValueError(f"{error}, or choose the model on the test: --{self.name}.validation 0") from None
         if is_given:
             lines = [f"The test is the split {self.test_split} of {data.source}."]
-            of_test = np.arange(len(train), len(train) + len(test))
-            same, near = copies.among(np.concatenate([of_training, of_test])).in_training(len(of_training))
+            among = copies.among(np.concatenate([rows["train"], rows["test"]]))
+            same, near = among.in_training(len(rows["train"]))
             if same + near:
                 lines.append(
-                    f"{same + near:,} of the test's {len(test):,} images are in training, too: {same:,} with the same "
+                    f"{same + near:,} of the test's {len(given):,} images are in training, too: {same:,} with the same "
                     f"pixels, {near:,} that look like them, compressed or scaled."
                 )
         else:
             together = "" if names else ", together with all that have the same caption"
             lines = [
-                f"{data.source} has no split {self.test_split}, so {len(test) / (len(train) + len(test)):.0%} of its "
+                f"{data.source} has no split {self.test_split}, so {len(rows['test']) / len(pairs):.0%} of its "
                 f"pairs are held out as the test{together}."
             ]
             if number := len(np.unique(copies.near)):
@@ -128,21 +128,24 @@ class SplitStage(PairsStage):
                 "different pictures."
             )
         if self.validation:
-            lines.append(f"Of the others, {len(parts['validation']):,} are held out likewise, to choose a model on.")
-        classes = set(names_of["train"])
+            lines.append(f"Of the others, {len(rows['validation']):,} are held out likewise, to choose a model on.")
+        names_in = {split: [names[row] for row in numbers] if names else [] for split, numbers in rows.items()}
+        classes = set(names_in["train"])
         by_class = bool(names) and set(names) <= classes and not are_ids(list(set(names)))
         if names:
             how = "" if is_given else "held out by picture, and "
             score = f"by class, {len(set(names))} in all" if by_class else "by retrieval"
             lines.append(f"The captions repeat as classes do: the test is {how}scored {score}.")
-            if missing := sorted(classes - set(names_of["test"])):
+            if missing := sorted(classes - set(names_in["test"])):
                 lines.append(f"{len(missing)} of the classes have no picture in the test: {join_names(missing)}.")
         feature = datasets.ClassLabel(names=list(dict.fromkeys(names))) if by_class else None
-        for split, part in parts.items():
+        parts = {}
+        for split, numbers in rows.items():
+            part = given if is_given and split == "test" else pairs.select(numbers)
             if feature is not None:
-                part = part.remove_columns("caption").add_column("caption", names_of[split])
+                part = part.remove_columns("caption").add_column("caption", names_in[split])
                 if split != "train":
-                    part = part.add_column("label", feature.str2int(names_of[split]), feature=feature)
+                    part = part.add_column("label", feature.str2int(names_in[split]), feature=feature)
             elif split != "train":
                 part = one_row_an_image(part)
             parts[split] = part

@@ -97,8 +97,15 @@ class TrainStage(StepsStage):
     @property
     def incidental(self) -> Collection[str]:
         """What is measured, unless it chooses the weights."""
-        chooses = self.evaluation is not None and self.evaluation.load_best_model_at_end
-        return StepsStage.incidental if chooses else (*StepsStage.incidental, "evaluation")
+        return StepsStage.incidental if self._chooses else (*StepsStage.incidental, "evaluation")
+
+    @property
+    def _chooses(self) -> bool:
+        return self.evaluation is not None and self.evaluation.load_best_model_at_end
+
+    def fingerprints(self, inputs: SimpleNamespace) -> dict[str, str]:
+        """Hashes of what chooses the weights, too."""
+        return super().fingerprints(inputs) | (self.evaluation.fingerprints() if self._chooses else {})
 
     @model_validator(mode="after")
     def _check(self):
