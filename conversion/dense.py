@@ -139,10 +139,9 @@ def extract(sparse: PreTrainedModel, expert: int | str, scale: Scale | None = No
 def require_expert(towers: Sequence[CLIPMoETowerConfig], expert: int | str) -> None:
     """Raises a ValueError where a sparse tower has no such expert."""
     for tower in towers:
-        number = tower.num_experts // upcycle.counted_as_one(tower)
-        known = [*map(str, range(number)), *([BASE] if tower.fusion_gate else [])]
+        parts = upcycle.counted_as_one(tower)
+        known = [*map(str, range(tower.num_experts // parts)), *([BASE] if tower.fusion_gate else [])]
         if str(expert) not in known:
-            parts = upcycle.counted_as_one(tower)
             narrow = f", since {parts} narrow experts count as one" if parts > 1 else ""
             raise ValueError(f"{tower.base_config_key}: there is no expert {expert}, only {join_names(known)}{narrow}")
 

@@ -218,10 +218,10 @@ def export(model: MoEViEModel) -> dict[str, Tensor]:
     }
     needed |= {f"{name} must be {value}": getattr(vision, name) == value for name, value in ROUTING.items()}
     released = RELEASED.get(vision.hidden_size)
-    untold = text.num_attention_heads, vision.num_pooling_heads, vision.num_experts_per_tok
-    told = () if released is None else astuple(released)[:3]
+    shape = text.num_attention_heads, vision.num_pooling_heads, vision.num_experts_per_tok
+    released_shape = shape if released is None else astuple(released)[:3]
     condition = "heads of the text tower, num_pooling_heads and num_experts_per_tok must be"
-    needed[f"{condition} {', '.join(map(str, told))}, as released at this width"] = not told or untold == told
+    needed[f"{condition} {', '.join(map(str, released_shape))}, as released at this width"] = shape == released_shape
     needed["texts must be pooled at the highest token id"] = text.eos_token_id in (2, text.vocab_size - 1)
     exported = openai.export(model, needed, saving_rules(model.config))
     powers = frequencies(vision.hidden_size // vision.num_attention_heads).to(model.dtype)
