@@ -77,8 +77,8 @@ def answer(
     if use == BASE:
         how = ""
     elif chosen:
-        others = table[BASE][chosen]["num_samples"]
-        how = f"Of the models that keep enough, the one to use learned most of {others:,} other pictures."
+        number_chosen = table[BASE][chosen]["num_samples"]
+        how = f"Of the models that keep enough, the one to use learned most of {number_chosen:,} other pictures."
     lines += [
         _measures(table[BASE], goals),
         f"± is a conservative {LEVEL:.0%} interval over the pictures of each test, {number:,} for what was learned. "

@@ -3,7 +3,8 @@
     pip install -c constraints.txt mvtb-data scikit-image
     python -m lab.photographs runs/photographs
 
-Each photograph has 4 x 4 cells, of which 4, one of each row and column, are for the test: no pixel is in both splits.
+Each photograph is cut into 4 x 4 cells. Four of them, one in each row and column, are the test, so the splits share no
+pixel.
 """
 
 import csv

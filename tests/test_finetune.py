@@ -84,7 +84,7 @@ def test_a_folder_without_a_test(tmp_path, dense, capsys):
     assert train.isdisjoint(test | chosen) and test.isdisjoint(chosen)
     assert [len(rows[split]) for split in ("train", "test", "validation")] == [48, 6, 6]
     report = (output / "report" / "report.md").read_text()
-    assert "pictures: Of the others, 6 are held out likewise, to choose a model on." in told
+    assert "pictures: 6 of the others are held out in the same way, to choose a model on." in told
     assert "pictures: Training has 48 pairs with " in told
     assert (
         "Not shown to be above chance in attribute pairs, first 1000 rows (group score 16.7%): *base*."

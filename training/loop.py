@@ -373,7 +373,7 @@ class Scores:
 
     def measure(self, state_dict: dict[str, torch.Tensor], step: int) -> dict[str, float]:
         """`TASK/METRIC` -> score of the model with these weights. All processes take part; those but the main one get
-        nothing. What is random goes on as if nothing had happened. The best model is kept, if it is wanted.
+        nothing. Measuring draws no random numbers of training. With `load_best_model_at_end`, the best model is kept.
         """
         scores = {}
         if self.accelerator.is_main_process:

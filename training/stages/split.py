@@ -91,10 +91,10 @@ class SplitStage(PairsStage):
 
         def hold_out_of_training(split: str, share: float, seed: int) -> None:
             own_names = names and [names[row] for row in rows["train"]]
-            left, held = hold_out(
+            train, apart = hold_out(
                 pairs.select(rows["train"]), share, seed, tokenizer, copies.among(rows["train"]), own_names
             )
-            rows["train"], rows[split] = rows["train"][left], rows["train"][held]
+            rows["train"], rows[split] = rows["train"][train], rows["train"][apart]
 
         if not is_given:
             hold_out_of_training("test", self.held_out, context.seed)
@@ -128,7 +128,8 @@ class SplitStage(PairsStage):
                 "different pictures."
             )
         if self.validation:
-            lines.append(f"Of the others, {len(rows['validation']):,} are held out likewise, to choose a model on.")
+            number = len(rows["validation"])
+            lines.append(f"{number:,} of the others are held out in the same way, to choose a model on.")
         names_in = {split: [names[row] for row in numbers] if names else [] for split, numbers in rows.items()}
         classes = set(names_in["train"])
         by_class = bool(names) and set(names) <= classes and not are_ids(list(set(names)))
